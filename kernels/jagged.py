@@ -1,0 +1,215 @@
+"""Jagged tensors: what offsets mean, how they are checked, and the operations between packed and padded form.
+
+A jagged batch is `values [T, ...]` with `offsets [B + 1]`: sequence b owns rows offsets[b] .. offsets[b + 1] - 1. This
+module is the one place for the conventions of the whole package:
+
+- offsets are int32 or int64, strided or not, start at 0, never decrease, and end at or before T;
+- rows past offsets[-1] belong to no sequence: they get exact zeros in every output and every gradient;
+- empty sequences, an empty batch (offsets = [0]) and an empty T are ordinary input.
+
+Bad offsets are a ValueError that names the index and the value. Offsets in host memory are checked on every call.
+Offsets on a GPU are checked once per tensor object (and again after an in-place change), because reading them stops the
+host until the device catches up; KERNELS_CHECK=0 in the environment switches these off. Under torch.compile the same
+conditions become device-side assertions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+OFFSET_DTYPES = (torch.int32, torch.int64)
+LENGTH_LAWS = ("full", "uniform", "lognormal", "longtail")
+
+
+class _Facts(NamedTuple):
+    """What the value checks found in an offsets tensor, kept so that later calls need no look at the device."""
+
+    version: int
+    last: int
+    longest: int
+
+
+_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def checks_enabled() -> bool:
+    """Whether offsets that live on a GPU have their values checked: True unless KERNELS_CHECK=0."""
+    return os.environ.get("KERNELS_CHECK", "1") != "0"
+
+
+def _on_host(offsets: torch.Tensor) -> bool:
+    return offsets.device.type == "cpu"
+
+
+def check_offsets(
+    offsets: torch.Tensor,
+    name: str,
+    total: int,
+    *,
+    device: torch.device | None = None,
+    batch: int | None = None,
+    max_len: int | None = None,
+    max_len_name: str = "max_len",
+    strict: bool = False,
+) -> None:
+    """Check offsets [B + 1] of a packed tensor with `total` rows; ValueError that names what is wrong, at which index.
+
+    device: where the values live (None: not checked). batch: the B that a partner tensor implies. max_len: the caller's
+    hint of the longest length; a smaller one than the truth is an error. strict: offsets[-1] must equal total, so
+    that no spare rows exist past the end.
+
+    Shape, dtype and device are always checked. Values are checked as the module's docstring says.
+    """
+    if not isinstance(offsets, torch.Tensor):
+        raise ValueError(f"{name}: got {type(offsets).__name__}; allowed: a tensor of int32 or int64, shape (B + 1,)")
+    if offsets.dtype not in OFFSET_DTYPES:
+        raise ValueError(f"{name}: dtype {offsets.dtype}; allowed: torch.int32, torch.int64")
+    if offsets.dim() != 1 or offsets.shape[0] == 0:
+        raise ValueError(f"{name}: shape {tuple(offsets.shape)}; allowed: (B + 1,) with B >= 0")
+    if device is not None and offsets.device != device:
+        raise ValueError(f"{name}: on device {offsets.device}; allowed: {device}, the device of the values")
+    if batch is not None and offsets.shape[0] != batch + 1:
+        raise ValueError(f"{name}: {offsets.shape[0] - 1} sequences; allowed: {batch}, as in the other offsets")
+    if torch.compiler.is_compiling():
+        _assert_on_device(offsets, name, total, max_len, max_len_name, strict)
+        return
+    if isinstance(offsets, FakeTensor) or offsets.device.type == "meta":
+        return
+    facts = _facts(offsets, name, total)
+    if facts is None:
+        return
+    if facts.last > total:
+        raise ValueError(_past_the_end(offsets, name, total))
+    if strict and facts.last != total:
+        raise ValueError(
+            f"{name}: offsets[{offsets.shape[0] - 1}] = {facts.last}; allowed: {total}, the number of rows"
+        )
+    if max_len is not None and facts.longest > max_len:
+        raise ValueError(
+            f"{max_len_name}: {max_len}, but {name} holds a sequence of length {facts.longest}; allowed: >= it"
+        )
+
+
+def _facts(offsets: torch.Tensor, name: str, total: int) -> _Facts | None:
+    """Check order and start of the values, or recall that it was done. None where checking is switched off."""
+    version = 0 if offsets.is_inference() else offsets._version
+    if not _on_host(offsets):
+        known = _CHECKED.get(offsets)
+        if known is not None and known.version == version:
+            return known
+        if not checks_enabled():
+            return None
+    flat = offsets.detach()
+    if flat.shape[0] == 1:
+        first, last, shortest, longest = int(flat[0]), int(flat[0]), 0, 0
+    else:
+        lengths = flat.diff()
+        if _on_host(offsets):
+            low, high = lengths.aminmax()
+            first, last, shortest, longest = int(flat[0]), int(flat[-1]), int(low), int(high)
+        else:  # one copy to the host in place of four
+            first, last, shortest, longest = torch.stack([flat[0], flat[-1], *lengths.aminmax()]).tolist()
+    if first != 0:
+        raise ValueError(f"{name}: offsets[0] = {first}; allowed: 0")
+    if shortest < 0:
+        index = int((lengths < 0).nonzero()[0]) + 1
+        raise ValueError(
+            f"{name}: offsets[{index}] = {int(flat[index])} is below offsets[{index - 1}] = {int(flat[index - 1])}; "
+            "allowed: non-decreasing"
+        )
+    facts = _Facts(version, last, longest)
+    if not _on_host(offsets):
+        _CHECKED[offsets] = facts
+    return facts
+
+
+def _past_the_end(offsets: torch.Tensor, name: str, total: int) -> str:
+    index = int((offsets > total).nonzero()[0])
+    return f"{name}: offsets[{index}] = {int(offsets[index])}; allowed: at most {total}, the number of rows"
+
+
+def _assert_on_device(offsets, name, total, max_len, max_len_name, strict) -> None:
+    """The value checks as asynchronous assertions, which torch.compile keeps in the graph."""
+    torch._assert_async(offsets[0] == 0, f"{name}: offsets[0] is not 0")
+    torch._assert_async(offsets[-1] <= total, f"{name}: offsets[-1] is past the number of rows")
+    if strict:
+        torch._assert_async(offsets[-1] == total, f"{name}: offsets[-1] is not the number of rows")
+    if offsets.shape[0] > 1:
+        lengths = offsets.diff()
+        torch._assert_async((lengths >= 0).all(), f"{name}: offsets decrease")
+        if max_len is not None:
+            torch._assert_async((lengths <= max_len).all(), f"{max_len_name} is below the longest length of {name}")
+
+
+def longest_length(offsets: torch.Tensor) -> int | None:
+    """The longest length where known without waiting for a device (host or already checked offsets), else None."""
+    if isinstance(offsets, FakeTensor) or torch.compiler.is_compiling():
+        return None
+    if _on_host(offsets):
+        return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+    known = _CHECKED.get(offsets)
+    return (
+        known.longest if known is not None and (offsets.is_inference() or known.version == offsets._version) else None
+    )
+
+
+def lengths_to_offsets(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Offsets [B + 1] of lengths [B]."""
+    if dtype not in OFFSET_DTYPES:
+        raise ValueError(f"dtype: {dtype}; allowed: torch.int32, torch.int64")
+    offsets = torch.zeros(lengths.shape[0] + 1, dtype=dtype, device=lengths.device)
+    offsets[1:] = lengths.cumsum(0)
+    return offsets
+
+
+def offsets_to_lengths(offsets: torch.Tensor) -> torch.Tensor:
+    """Lengths [B] of offsets [B + 1]."""
+    return offsets.diff()
+
+
+def row_ids(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Sequence of each row, int64 [total]; B for rows past the end. No device synchronisation."""
+    rows = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+
+
+def positions(offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """Position of each row in its own sequence, int64 [total]; rows past the end count on from offsets[-1]."""
+    rows = torch.arange(total, dtype=torch.int64, device=offsets.device)
+    return rows - offsets.long()[row_ids(offsets, total)]
+
+
+def sample_lengths(
+    law: str,
+    batch: int,
+    max_len: int,
+    fill: float | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Lengths int64 [batch] in 1..max_len drawn from a named law, on the CPU.
+
+    full: all max_len. uniform: the public benchmark's law with mean fill * max_len (which that benchmark calls
+    sparsity): integers uniform on [(2 fill - 1) max_len, max_len] for fill >= 0.5, on [1, 2 fill max_len] below, all
+    max_len at 1. lognormal, longtail (the same): median 0.2 max_len, sigma 1, clipped; fill is not a parameter of it.
+    """
+    if law not in LENGTH_LAWS:
+        raise ValueError(f"law: {law!r}; allowed: {', '.join(LENGTH_LAWS)}")
+    if batch < 0 or max_len < 1:
+        raise ValueError(f"batch, max_len: {batch}, {max_len}; allowed: batch >= 0, max_len >= 1")
+    if fill is not None and not 0 < fill <= 1:
+        raise ValueError(f"fill: {fill}; allowed: (0, 1]")
+    if law == "full" or (law == "uniform" and fill == 1):
+        return torch.full((batch,), max_len, dtype=torch.int64)
+    if law == "uniform":
+        if fill is None:
+            raise ValueError("fill: missing; allowed: (0, 1] for law 'uniform'")
+        low, high = ((2 * fill - 1) * max_len, max_len) if fill >= 0.5 else (1, 2 * fill * max_len)
+        low = max(1, round(low))
+        return torch.randint(low, max(low, round(high)) + 1, (batch,), generator=generator)
+    draws = torch.randn(batch, generator=generator, dtype=torch.float64).exp() * (0.2 * max_len)
+    return draws.round().long().clamp(1, max_len)
