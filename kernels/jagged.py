@@ -26,15 +26,15 @@ OFFSET_DTYPES = (torch.int32, torch.int64)
 LENGTH_LAWS = ("full", "uniform", "lognormal", "longtail")
 
 
-class _Facts(NamedTuple):
-    """What the value checks found in an offsets tensor, kept so that later calls need no look at the device."""
+class _Known(NamedTuple):
+    """Host copy of a GPU offsets tensor, kept while that tensor object lives, so that a value is fetched once."""
 
     version: int
-    last: int
-    longest: int
+    host: torch.Tensor
+    checked: bool
 
 
-_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def checks_enabled() -> bool:
@@ -78,59 +78,68 @@ def check_offsets(
     if torch.compiler.is_compiling():
         _assert_on_device(offsets, name, total, max_len, max_len_name, strict)
         return
-    if isinstance(offsets, FakeTensor) or offsets.device.type == "meta":
+    if not has_values(offsets):
         return
-    facts = _facts(offsets, name, total)
-    if facts is None:
-        return
-    if facts.last > total:
-        raise ValueError(_past_the_end(offsets, name, total))
-    if strict and facts.last != total:
-        raise ValueError(
-            f"{name}: offsets[{offsets.shape[0] - 1}] = {facts.last}; allowed: {total}, the number of rows"
-        )
-    if max_len is not None and facts.longest > max_len:
-        raise ValueError(
-            f"{max_len_name}: {max_len}, but {name} holds a sequence of length {facts.longest}; allowed: >= it"
-        )
-
-
-def _facts(offsets: torch.Tensor, name: str, total: int) -> _Facts | None:
-    """Check order and start of the values, or recall that it was done. None where checking is switched off."""
-    version = 0 if offsets.is_inference() else offsets._version
-    if not _on_host(offsets):
-        known = _CHECKED.get(offsets)
-        if known is not None and known.version == version:
-            return known
-        if not checks_enabled():
-            return None
-    flat = offsets.detach()
-    if flat.shape[0] == 1:
-        first, last, shortest, longest = int(flat[0]), int(flat[0]), 0, 0
+    if _on_host(offsets):
+        host = offsets.detach()
+        _check_order(host, name)
     else:
-        lengths = flat.diff()
-        if _on_host(offsets):
-            low, high = lengths.aminmax()
-            first, last, shortest, longest = int(flat[0]), int(flat[-1]), int(low), int(high)
-        else:  # one copy to the host in place of four
-            first, last, shortest, longest = torch.stack([flat[0], flat[-1], *lengths.aminmax()]).tolist()
-    if first != 0:
-        raise ValueError(f"{name}: offsets[0] = {first}; allowed: 0")
-    if shortest < 0:
-        index = int((lengths < 0).nonzero()[0]) + 1
+        known = _recall(offsets)
+        if known is None or not known.checked:
+            if not checks_enabled():
+                return
+            host = host_offsets(offsets)
+            _check_order(host, name)
+            _KNOWN[offsets] = _Known(_version(offsets), host, True)
+        else:
+            host = known.host
+    last = int(host[-1])
+    if last > total:
+        index = int((host > total).nonzero()[0])
+        raise ValueError(f"{name}: offsets[{index}] = {int(host[index])}; allowed: at most {total}, the number of rows")
+    if strict and last != total:
+        raise ValueError(f"{name}: offsets[{host.shape[0] - 1}] = {last}; allowed: {total}, the number of rows")
+    if max_len is not None and host.shape[0] > 1 and (longest := int(host.diff().max())) > max_len:
         raise ValueError(
-            f"{name}: offsets[{index}] = {int(flat[index])} is below offsets[{index - 1}] = {int(flat[index - 1])}; "
+            f"{max_len_name}: {max_len}, but {name} holds a sequence of {longest} rows; allowed: >= {longest}"
+        )
+
+
+def _check_order(host: torch.Tensor, name: str) -> None:
+    if int(host[0]) != 0:
+        raise ValueError(f"{name}: offsets[0] = {int(host[0])}; allowed: 0")
+    falls = host.diff() < 0
+    if bool(falls.any()):
+        index = int(falls.nonzero()[0]) + 1
+        raise ValueError(
+            f"{name}: offsets[{index}] = {int(host[index])} is below offsets[{index - 1}] = {int(host[index - 1])}; "
             "allowed: non-decreasing"
         )
-    facts = _Facts(version, last, longest)
-    if not _on_host(offsets):
-        _CHECKED[offsets] = facts
-    return facts
 
 
-def _past_the_end(offsets: torch.Tensor, name: str, total: int) -> str:
-    index = int((offsets > total).nonzero()[0])
-    return f"{name}: offsets[{index}] = {int(offsets[index])}; allowed: at most {total}, the number of rows"
+def _version(offsets: torch.Tensor) -> int:
+    return 0 if offsets.is_inference() else offsets._version
+
+
+def _recall(offsets: torch.Tensor) -> _Known | None:
+    known = _KNOWN.get(offsets)
+    return known if known is not None and known.version == _version(offsets) else None
+
+
+def has_values(offsets: torch.Tensor) -> bool:
+    """False for tensors without storage (fake or meta), whose lengths nobody can know."""
+    return not isinstance(offsets, FakeTensor) and offsets.device.type != "meta"
+
+
+def host_offsets(offsets: torch.Tensor) -> torch.Tensor:
+    """The offsets in host memory. For a GPU tensor the copy waits for the device once per tensor object."""
+    if _on_host(offsets):
+        return offsets.detach()
+    known = _recall(offsets)
+    if known is None:
+        known = _Known(_version(offsets), offsets.detach().cpu(), False)
+        _KNOWN[offsets] = known
+    return known.host
 
 
 def _assert_on_device(offsets, name, total, max_len, max_len_name, strict) -> None:
@@ -147,15 +156,14 @@ def _assert_on_device(offsets, name, total, max_len, max_len_name, strict) -> No
 
 
 def longest_length(offsets: torch.Tensor) -> int | None:
-    """The longest length where known without waiting for a device (host or already checked offsets), else None."""
-    if isinstance(offsets, FakeTensor) or torch.compiler.is_compiling():
+    """The longest length where known without waiting for a device (host or already fetched offsets), else None."""
+    if torch.compiler.is_compiling() or not has_values(offsets):
         return None
-    if _on_host(offsets):
-        return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
-    known = _CHECKED.get(offsets)
-    return (
-        known.longest if known is not None and (offsets.is_inference() or known.version == offsets._version) else None
-    )
+    known = None if _on_host(offsets) else _recall(offsets)
+    if known is None and not _on_host(offsets):
+        return None
+    host = offsets if known is None else known.host
+    return int(host.diff().max()) if host.shape[0] > 1 else 0
 
 
 def lengths_to_offsets(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -182,6 +190,12 @@ def positions(offsets: torch.Tensor, total: int) -> torch.Tensor:
     """Position of each row in its own sequence, int64 [total]; rows past the end count on from offsets[-1]."""
     rows = torch.arange(total, dtype=torch.int64, device=offsets.device)
     return rows - offsets.long()[row_ids(offsets, total)]
+
+
+def zero_tail_(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Zero, in place, the rows [T, ...] past offsets[-1]. No device synchronisation. Returns `rows`."""
+    past = torch.arange(rows.shape[0], device=rows.device) >= offsets[-1]
+    return rows.masked_fill_(past.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def sample_lengths(

@@ -33,7 +33,7 @@ class Schedule:
 
     @property
     def num_programs(self) -> int:
-        return self.work.shape[0]
+        return self.program_offsets.shape[0] - 1
 
     def to(self, device: torch.device | str) -> Schedule:
         """The same schedule with its tensors on `device`."""
