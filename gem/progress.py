@@ -33,7 +33,8 @@ def format_seconds(seconds: float) -> str:
 class Progress:
     """Counts work done towards `total` (None: unknown, then no time left is shown) and reports it to `stream`.
 
-    stream: stderr by default. unit: what is counted, in the plural ("rows", "steps"). label: what the work is. quiet: count, but print nothing.
+    unit: what is counted, in the plural ("rows", "steps"). label: what the work is. stream: stderr by default.
+    quiet: count, but print nothing. log_seconds: how often a stream that is no terminal gets a line.
     """
 
     def __init__(
