@@ -1,0 +1,321 @@
+"""Jagged attention and GDPA in MX precision, emulated: the numbers that block-scaled matrix units would produce.
+
+Every GEMM multiplies MX values along its own reduction axis and adds in float32:
+
+    forward    S = q k^T (head dim)      o  = P v    (keys)
+    backward   dP = do v^T (head dim)    dv = P^T do (queries)    dq = dS k (keys)    dk = dS^T q (queries)
+ With (1, 32) blocks each operand is quantised once for every reduction axis it meets; with (32, 32) blocks once, for
+all of them. Blocks along a token axis start with the sequence and end with it, so that no sequence sets another's
+scales.
+ P is quantised on the fly from exp(S - row maximum), which is at most 1, so that block maxima are known from the
+score maxima that softmax tracks anyway; the denominator is summed from the values before quantising, and divides
+after the second GEMM. The backward pass quantises P = exp(S - lse). D = rowsum(do * o), softmax itself and all
+accumulation stay in float32. Operands that the recipe leaves high are rounded to the dtype of q, which is what a
+kernel in that dtype multiplies.
+ With `hadamard`, q, k, v and do are rotated along the head dimension (zero-padded to a multiple of 32). q k^T and do
+v^T do not change, and o, dq, dk, dv come out rotated and are rotated back. P and dS are never rotated.
+ Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... and sequences with the same two
+padded lengths go through together. How far a sequence is padded depends on its own lengths alone, so its result does
+not depend on the rest of the batch; with stochastic rounding (gradients) the random numbers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .. import jagged
+from ..gdpa import activations
+from .formats import BLOCK, Hadamard
+from .quantize import round_to_mx
+from .recipe import Recipe
+
+SOFTMAX = "softmax"
+GROUP_ELEMENTS = 2**24  # most elements of one score matrix in memory (64 MiB of float32)
+
+
+def jagged_attention_mx(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    recipe: Recipe,
+) -> Tensor:
+    """Softmax attention of `jagged_attention` with the operands that `recipe.attention` names in MX precision.
+
+    q [Tq, H, D], k, v [Tkv, H, D], offsets and the result [Tq, H, D] as in `jagged_attention` (kv_offsets None =
+    self-attention; q_offsets None = queries [Lq, H, D] shared by all sequences, result [B, Lq, H, D]). scale None =
+    D^-0.5. window w: |i - j| <= w, self-attention only. Differentiable once. Emulated numerics, any device; it says
+    nothing about speed.
+    """
+    if window is not None and (window < 0 or (kv_offsets is not None and kv_offsets is not q_offsets)):
+        raise ValueError(f"window: {window}; allowed: >= 0, self-attention only (kv_offsets None)")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _run(q, k, v, q_offsets, kv_offsets, SOFTMAX, scale, window, recipe)
+
+
+def gdpa_mx(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | None,
+    kv_offsets: Tensor | None = None,
+    *,
+    activation: str = "gelu_tanh",
+    scale: float = 1.0,
+    recipe: Recipe,
+) -> Tensor:
+    """GDPA, act(scale q k^T) v, with the operands that `recipe.attention` names in MX precision. Arguments as in
+    `gdpa`."""
+    activations.get(activation)
+    return _run(q, k, v, q_offsets, kv_offsets, activation, scale, None, recipe)
+
+
+def _run(q, k, v, q_offsets, kv_offsets, activation, scale, window, recipe) -> Tensor:
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe: {type(recipe).__name__}; allowed: mxfp8.Recipe")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3 or x.shape[1:] != q.shape[1:]:
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)}; allowed: [rows, H, D] with q's H, D = {tuple(q.shape[1:])}"
+            )
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"k, v: {k.shape[0]} and {v.shape[0]} rows; allowed: as many of each")
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    if kv_offsets is None:
+        raise ValueError("kv_offsets: missing; allowed: offsets of k and v when q_offsets is None")
+    shared = q_offsets is None
+    if shared:  # every sequence gets its own copy of the queries; autograd sums the copies' gradients
+        batch, length = kv_offsets.shape[0] - 1, q.shape[0]
+        q_offsets = torch.arange(batch + 1, dtype=kv_offsets.dtype, device=kv_offsets.device) * length
+        q = q.expand(batch, *q.shape).flatten(0, 1)
+    jagged.check_offsets(q_offsets, "q_offsets", q.shape[0])
+    jagged.check_offsets(kv_offsets, "kv_offsets", k.shape[0], batch=q_offsets.shape[0] - 1)
+    o, _ = torch.ops.gem_kernels.mx_attention(
+        q, k, v, q_offsets, kv_offsets, float(scale), window, activation, recipe.encode()
+    )
+    return o.unflatten(0, (batch, length)) if shared else o
+
+
+class _Group(NamedTuple):
+    """Sequences of one padded size: packed rows of queries [n, Lq] and keys [n, Lk], validity masks of the same
+    shapes."""
+
+    q_rows: Tensor
+    k_rows: Tensor
+    q_valid: Tensor
+    k_valid: Tensor
+
+    def pairs(self, window: int | None) -> Tensor:
+        """bool [n, 1, Lq, Lk]: the pairs that exist and lie in the window."""
+        valid = self.q_valid[:, :, None] & self.k_valid[:, None, :]
+        if window is not None:
+            i = torch.arange(valid.shape[1], device=valid.device)[:, None]
+            j = torch.arange(valid.shape[2], device=valid.device)[None, :]
+            valid = valid & ((i - j).abs() <= window)
+        return valid[:, None]
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    """32, 64, 128, ...: the least that holds each length > 0."""
+    blocks = (lengths + BLOCK - 1) // BLOCK
+    return BLOCK * 2 ** torch.ceil(torch.log2(blocks.double())).long()
+
+
+def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int) -> Iterator[_Group]:
+    """All sequences with a query and a key, in groups of equal padded lengths and bounded memory."""
+    q_starts, k_starts = q_offsets.long(), kv_offsets.long()
+    q_lengths, k_lengths = q_starts.diff().cpu(), k_starts.diff().cpu()
+    used = ((q_lengths > 0) & (k_lengths > 0)).nonzero().flatten()
+    sizes = torch.stack([_padded(q_lengths[used]), _padded(k_lengths[used])], 1)
+    for q_size, k_size in sizes.unique(dim=0).tolist():
+        members = used[(sizes == torch.tensor([q_size, k_size])).all(1)]
+        for chunk in members.split(max(1, GROUP_ELEMENTS // (heads * q_size * k_size))):
+            q_rows, q_valid = _rows(q_starts, q_lengths, chunk, q_size)
+            k_rows, k_valid = _rows(k_starts, k_lengths, chunk, k_size)
+            yield _Group(q_rows, k_rows, q_valid, k_valid)
+
+
+def _rows(starts: Tensor, lengths: Tensor, chunk: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Packed row of each padded place (0 where there is none) and whether there is one, [n, size], on starts'
+    device."""
+    device = starts.device
+    place = torch.arange(size, device=device)
+    valid = place < lengths[chunk].to(device)[:, None]
+    return (starts[chunk.to(device)][:, None] + place).masked_fill(~valid, 0), valid
+
+
+class _Operands:
+    """Quantises what a group's GEMMs need: `along(x, name, dim)` gives MX values for a GEMM that sums over `dim`."""
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, head_dim: int):
+        self.recipe, self.dtype, self.head_dim = recipe, dtype, head_dim
+        self.rotation = None if recipe.hadamard is None else Hadamard(recipe.hadamard)
+        self.cache: dict[str, Tensor] = {}
+
+    def gather(self, x: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
+        """Packed x [T, H, D] -> float32 [n, H, L, D or more], zeros in the padding, rotated if the recipe says so."""
+        padded = x[rows].float().masked_fill(~valid[:, :, None, None], 0.0).transpose(1, 2)
+        if self.rotation is None:
+            return padded
+        return self.rotation.rotate(F.pad(padded, (0, -self.head_dim % BLOCK)))
+
+    def scatter(self, out: Tensor, values: Tensor, rows: Tensor, valid: Tensor) -> None:
+        """Write values [n, H, L, D or more] to their packed rows of out [T, H, D]."""
+        if self.rotation is not None:
+            values = self.rotation.rotate_back(values)[..., : self.head_dim]
+        out[rows[valid]] = values.transpose(1, 2)[valid].to(out.dtype)
+
+    def along(self, x: Tensor, name: str, dim: int) -> Tensor:
+        """Values of x [n, H, rows, columns] as the GEMM over axis `dim` (-1 or -2) sees operand `name`, float32."""
+        if name not in self.recipe.attention:
+            return x.to(self.dtype).float()
+        if self.recipe.attention_block == (1, 32):
+            return self._round(x, name, (dim,))
+        if name not in self.cache:  # a square block serves both orientations
+            self.cache[name] = self._round(x, name, (-2, -1))
+        return self.cache[name]
+
+    def _round(self, x: Tensor, name: str, dims: tuple[int, ...]) -> Tensor:
+        return round_to_mx(
+            x,
+            dims,
+            dtype=self.recipe.dtype(name),
+            scale_mode=self.recipe.scale_mode,
+            stochastic=self.recipe.rounds_stochastically(name),
+        )
+
+
+def _forward(q, k, v, q_offsets, kv_offsets, scale, window, activation, recipe) -> tuple[Tensor, Tensor]:
+    o = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=torch.float32, device=q.device)
+    for group in _groups(q_offsets, kv_offsets, q.shape[1]):
+        use = _Operands(recipe, q.dtype, q.shape[2])
+        queries = use.gather(q, group.q_rows, group.q_valid)
+        keys = use.gather(k, group.k_rows, group.k_valid)
+        values = use.gather(v, group.k_rows, group.k_valid)
+        scores = scale * (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT)
+        pairs = group.pairs(window)
+        if activation == SOFTMAX:
+            top = scores.masked_fill(~pairs, float("-inf")).amax(-1, keepdim=True)
+            p = torch.exp(scores - top).masked_fill(~pairs, 0.0)
+            total = p.sum(-1, keepdim=True)
+            row_lse = (top + total.log()).squeeze(-1)
+            lse[:, group.q_rows[group.q_valid]] = row_lse.transpose(1, 2)[group.q_valid].T
+        else:
+            p, total = activations.masked_value(activation, scores, pairs), 1.0
+        use.scatter(o, use.along(p, "p", -1) @ use.along(values, "v", -2) / total, group.q_rows, group.q_valid)
+    return o, lse
+
+
+def _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, recipe):
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for group in _groups(q_offsets, kv_offsets, q.shape[1]):
+        use = _Operands(recipe, q.dtype, q.shape[2])
+        queries = use.gather(q, group.q_rows, group.q_valid)
+        keys = use.gather(k, group.k_rows, group.k_valid)
+        values = use.gather(v, group.k_rows, group.k_valid)
+        grads = use.gather(do, group.q_rows, group.q_valid)
+        pairs = group.pairs(window)
+        scores = scale * (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT)
+        dp = use.along(grads, "do", -1) @ use.along(values, "v", -1).mT
+        if activation == SOFTMAX:
+            row_lse = lse[:, group.q_rows].transpose(0, 1).unsqueeze(-1)
+            p = torch.exp(scores - row_lse).masked_fill(~pairs, 0.0)
+            delta = (grads * use.gather(o, group.q_rows, group.q_valid)).sum(-1, keepdim=True)
+            ds = p * (dp - delta)
+        else:
+            p = activations.masked_value(activation, scores, pairs)
+            ds = activations.masked_pullback(activation, dp, scores, pairs)
+        d_values = use.along(p, "p", -2).mT @ use.along(grads, "do", -2)
+        d_queries = scale * (use.along(ds, "ds", -1) @ use.along(keys, "k", -2))
+        d_keys = scale * (use.along(ds, "ds", -2).mT @ use.along(queries, "q", -2))
+        use.scatter(dq, d_queries, group.q_rows, group.q_valid)
+        use.scatter(dk, d_keys, group.k_rows, group.k_valid)
+        use.scatter(dv, d_values, group.k_rows, group.k_valid)
+    return dq, dk, dv
+
+
+@torch.library.custom_op("gem_kernels::mx_attention", mutates_args=())
+def _mx_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    scale: float,
+    window: int | None,
+    activation: str,
+    recipe: str,
+) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, q_offsets, kv_offsets, scale, window, activation, Recipe.decode(recipe))
+
+
+@_mx_attention.register_fake
+def _(q, k, v, q_offsets, kv_offsets, scale, window, activation, recipe):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "gem_kernels::mx_attention_backward", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _mx_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    scale: float,
+    window: int | None,
+    activation: str,
+    recipe: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, Recipe.decode(recipe))
+
+
+@_mx_attention_backward.register_fake
+def _(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, recipe):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, q_offsets, kv_offsets, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets)
+
+
+def _autograd_backward(ctx, do, _):
+    grads = torch.ops.gem_kernels.mx_attention_backward(do, *ctx.saved_tensors, *ctx.options)
+    return *grads, *[None] * 6
+
+
+_mx_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def _useful_pairs(q_offsets: Tensor, kv_offsets: Tensor, window: int | None) -> int:
+    q_lengths, k_lengths = q_offsets.long().diff(), kv_offsets.long().diff()
+    if window is None:
+        return int((q_lengths * k_lengths).sum())
+    reach = (q_lengths - 1).clamp(min=0, max=window)
+    return int((q_lengths * (2 * reach + 1) - reach * (reach + 1)).sum())
+
+
+@register_flop_formula(torch.ops.gem_kernels.mx_attention, get_raw=True)
+def _forward_flops(q, k, v, q_offsets, kv_offsets, scale, window, *args, out_val=None, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window)
+
+
+@register_flop_formula(torch.ops.gem_kernels.mx_attention_backward, get_raw=True)
+def _backward_flops(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, *args, out_val=None, **kwargs) -> int:
+    return 8 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window)

@@ -1,0 +1,223 @@
+"""MX number formats in plain torch: element formats, E8M0 scales, casts, random Hadamard transform, scale layout.
+ An MX block is 32 (or 32 x 32) elements of 8 bits that share one scale, a power of two held as one byte (E8M0: value
+2^(code - 127), code 255 = NaN). Every step here is exact arithmetic on float32, so that a CPU without any 8-bit
+hardware gives the bytes that such hardware would.
+
+How the scale of a block with largest magnitude `amax` is rounded (`scale_mode`):
+
+    floor   2^(floor(log2 amax) - emax)   the OCP rule. The maximum may lie up to 512/448 past the largest element
+                                          and is then clipped: up to 12.5 % error on the largest value of the block
+    ceil    2^(ceil(log2 amax) - emax)    never clips, leaves up to one bit of range unused
+    rceil   2^ceil(log2(amax / max))      the smallest power of two that does not clip; the source's kernels use it
+ The exponent is read from the bits of the float, never from log2 ("scales by bit manipulation rather than log2, round
+and clamp" is one of the source's kernel ideas): log2 of a float next to a power of two may round to the wrong side.
+
+What is not finite stays visible: a block that holds an Inf or a NaN gets scale code 255 and decodes to NaN as a whole.
+`saturating_cast` alone turns Inf into NaN in E4M3, which has no Inf, and keeps it in E5M2; finite values saturate.
+A block of zeros gets code 0 and decodes to exact zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+SCALE_BIAS = 127
+SCALE_NAN = 255
+SCALE_MODES = ("floor", "ceil", "rceil")
+SCALE_TILE = (128, 4)
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # splitmix64, written as signed 64-bit constants
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """An 8-bit float: bits of mantissa, exponents of the smallest and largest normal number, largest finite value."""
+
+    name: str
+    dtype: torch.dtype
+    mantissa: int
+    min_exponent: int
+    max_exponent: int
+    largest: float
+
+    @property
+    def max_mantissa_bits(self) -> int:
+        """Mantissa of `largest`, left-aligned in the 23 bits of a float32."""
+        return int(torch.tensor(self.largest).view(torch.int32)) & 0x7FFFFF
+
+
+E4M3 = ElementFormat("e4m3", torch.float8_e4m3fn, 3, -6, 8, 448.0)
+E5M2 = ElementFormat("e5m2", torch.float8_e5m2, 2, -14, 15, 57344.0)
+_FORMATS = {f.dtype: f for f in (E4M3, E5M2)}
+
+
+def element_format(dtype: torch.dtype) -> ElementFormat:
+    """The element format stored as `dtype`; ValueError for a dtype that is none."""
+    if dtype not in _FORMATS:
+        raise ValueError(f"dtype: {dtype}; allowed: {', '.join(str(d) for d in _FORMATS)}")
+    return _FORMATS[dtype]
+
+
+def scale_codes(amax: Tensor, dtype: torch.dtype, mode: str) -> Tensor:
+    """E8M0 codes (uint8) of block maxima `amax` (float32, >= 0, any shape) for elements of `dtype`; see the module's
+    modes.
+
+    Codes run from 0 (blocks of zeros, and magnitudes too small for any code) to 254; 255 where amax is Inf or NaN.
+    """
+    if mode not in SCALE_MODES:
+        raise ValueError(f"scale_mode: {mode!r}; allowed: {', '.join(SCALE_MODES)}")
+    fmt = element_format(dtype)
+    bits = amax.contiguous().view(torch.int32) & 0x7FFFFFFF
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    codes = exponent - fmt.max_exponent
+    if mode == "ceil":
+        codes = codes + (mantissa > 0).int()
+    elif mode == "rceil":  # amax / largest > 2^(difference of exponents) exactly when its mantissa is the larger one
+        codes = codes + (mantissa > fmt.max_mantissa_bits).int()
+    return torch.where(exponent == 255, SCALE_NAN, codes.clamp(0, SCALE_NAN - 1)).to(torch.uint8)
+
+
+def times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
+    """x * 2^exponent for float32 x and int32 exponents in [-250, 250], broadcast; exact unless the result itself is
+    not normal.
+
+    Two factors, because a single 2^exponent leaves the normal floats from -127 downwards.
+    """
+    half = exponent >> 1
+    return x * _power_of_two(half) * _power_of_two(exponent - half)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
+
+
+def encode(x: Tensor, codes: Tensor, dtype: torch.dtype, uniform: Tensor | None = None) -> Tensor:
+    """Elements (`dtype`) of float32 x under scale codes broadcast to x; `uniform` (in [0, 1), x's shape): round
+    stochastically."""
+    scaled = times_power_of_two(x, SCALE_BIAS - codes.to(torch.int32))
+    return saturating_cast(scaled, dtype) if uniform is None else stochastic_cast(scaled, dtype, uniform)
+
+
+def decode(data: Tensor, codes: Tensor) -> Tensor:
+    """float32 values of elements under scale codes broadcast to them; NaN under code 255."""
+    values = times_power_of_two(data.float(), codes.to(torch.int32) - SCALE_BIAS)
+    return values.masked_fill(codes == SCALE_NAN, float("nan"))
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to nearest, ties to even, in `dtype`. Finite values beyond the range become the largest one; NaN
+    stays NaN; Inf becomes NaN in E4M3 and stays Inf in E5M2.
+
+    The clamp comes first because conversions of out-of-range values differ between versions of torch and between
+    eager and compiled code.
+    """
+    fmt = element_format(dtype)
+    x = x.float()
+    infinite = float("nan") if dtype == torch.float8_e4m3fn else x
+    return torch.where(x.isinf(), infinite, x.clamp(-fmt.largest, fmt.largest)).to(dtype)
+
+
+def stochastic_cast(x: Tensor, dtype: torch.dtype, uniform: Tensor) -> Tensor:
+    """x (float32) rounded to one of its two neighbours in `dtype`, the upper one with probability equal to the
+    distance from the lower: the mean over `uniform` (in [0, 1)) is x itself where |x| is in range. The source uses it
+    for gradients."""
+    fmt = element_format(dtype)
+    magnitude = x.abs()
+    exponent = ((magnitude.contiguous().view(torch.int32) >> 23) & 0xFF) - 127
+    quantum = exponent.clamp(min=fmt.min_exponent) - fmt.mantissa
+    steps = times_power_of_two(magnitude, -quantum)
+    lower = steps.floor()
+    rounded = times_power_of_two(lower + (uniform < steps - lower).float(), quantum)
+    return saturating_cast(torch.where(x.isfinite(), torch.copysign(rounded, x), x), dtype)
+
+
+def counter_uniform(count: int, seed: Tensor) -> Tensor:
+    """`count` numbers in [0, 1), multiples of 2^-24, float32, on seed's device: number i is splitmix64(seed, i), top
+    24 bits.
+
+    Counter-based: element i of a tensor has its number whatever else is computed, in any order, and a kernel that
+    knows (seed, i) makes the same one. i is the flat index in the quantised tensor, not the position within a
+    sequence: sequences that shared their numbers would share the sign of their rounding errors, which would not
+    average out in a weight gradient. `seed`: int64 tensor of one element.
+    """
+    z = seed + _GOLDEN * (1 + torch.arange(count, dtype=torch.int64, device=seed.device))
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return _shift_right(z ^ _shift_right(z, 31), 40).float() * 2.0**-24
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """One int64 from `generator` (None: torch's default CPU generator), moved to `device`."""
+    source = "cpu" if generator is None else generator.device
+    return torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source).to(device)
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Random Hadamard transform along an axis in groups of 32: x -> x D H / sqrt(32), D = signs drawn from `seed`.
+
+    Orthogonal: (x D H) . (y D H) / 32 = x . y. So an outlier spreads over its group before quantising, and either
+    `dequantize` rotates back, or both operands of a GEMM are rotated along its reduction axis by the same seed and
+    nothing needs rotating back. (Source, on stability: a random Hadamard transform before quantising.)
+    """
+
+    seed: int
+
+    def matrix(self, device: torch.device | str = "cpu") -> Tensor:
+        """float32 [32, 32], its own inverse transposed."""
+        return _hadamard_matrix(self.seed).to(device)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the last axis of float32 x, a multiple of 32."""
+        return (x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) @ self.matrix(x.device)).flatten(-2)
+
+    def rotate_back(self, x: Tensor) -> Tensor:
+        """Undo `rotate`."""
+        return (x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) @ self.matrix(x.device).T).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _hadamard_matrix(seed: int) -> Tensor:
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.randint(0, 2, (BLOCK, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return (signs * matrix / BLOCK**0.5).float()
+
+
+def scales_to_tiles(scale: Tensor) -> Tensor:
+    """Lay scale codes [rows, columns] (uint8) out as block-scaled MMA instructions read them: tiles of 128 x 4 codes.
+
+    Returns uint8 [ceil(rows / 128), ceil(columns / 4), 512]; code (r, c) of a tile is byte 16 (r mod 32) + 4 (r div
+    32) + c. Padding bytes are 0 (a scale of 2^-127), never 255, which an MMA would read as NaN.
+    """
+    if scale.dim() != 2 or scale.dtype != torch.uint8:
+        raise ValueError(f"scale: {scale.dtype} of shape {tuple(scale.shape)}; allowed: uint8 [rows, columns]")
+    rows, columns = scale.shape
+    tall, wide = SCALE_TILE
+    down, across = -(-rows // tall), -(-columns // wide)
+    padded = torch.zeros(down * tall, across * wide, dtype=torch.uint8, device=scale.device)
+    padded[:rows, :columns] = scale
+    tiles = padded.view(down, 4, 32, across, wide).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down, across, tall * wide)
+
+
+def scales_from_tiles(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes [rows, columns] of tiles made by `scales_to_tiles`. Reads no padding byte."""
+    tall, wide = SCALE_TILE
+    shape = (-(-rows // tall), -(-columns // wide), tall * wide)
+    if tuple(tiles.shape) != shape:
+        raise ValueError(f"tiles: shape {tuple(tiles.shape)}; allowed: {shape} for {rows} x {columns} scales")
+    logical = tiles.view(shape[0], shape[1], 32, 4, wide).permute(0, 3, 2, 1, 4)
+    return logical.reshape(shape[0] * tall, shape[1] * wide)[:rows, :columns]
