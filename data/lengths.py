@@ -3,9 +3,9 @@
 fill = mean length / max length. Each law hits the requested mean in expectation, whatever max_length is:
 
 full       every history has max_length events (fill 1).
-uniform    continuous uniform on [(2f-1)max, max] for f >= 0.5 and on [0, 2f max] below, rounded up or down at random so that the mean
-           is exact. kernels.jagged.sample_lengths draws integers from [1, 2f max] below 0.5 (the public benchmark's
-           law); here empty histories happen, as they do in traffic.
+uniform    continuous uniform on [(2f-1)max, max] for f >= 0.5 and on [0, 2f max] below, rounded up or down at random
+           so that the mean is exact. kernels.jagged.sample_lengths draws integers from [1, 2f max] below 0.5 (the
+           public benchmark's law); here empty histories happen, as they do in traffic.
 lognormal  log-normal with coefficient of variation `cv` BEFORE clipping to max_length, its median solved so that the
            mean AFTER clipping is fill * max, rounded as above. kernels.jagged.sample_lengths fixes median 0.2 max and
            sigma 1 (cv 1.31, mean fill about 0.29) instead. Clipping lowers the realised cv; a dataset's manifest
@@ -25,8 +25,8 @@ MAX_LOGNORMAL_FILL = 0.95
 class LengthLaw:
     """A law for lengths in [0, max_length] with mean fill * max_length.
 
-    law: one of LAWS; max_length >= 1; fill in (0, 1]; cv > 0 (lognormal only). Raises ValueError for anything else, and names the
-    attainable range when a law cannot have that fill.
+    law: one of LAWS; max_length >= 1; fill in (0, 1]; cv > 0 (lognormal only). Raises ValueError for
+    anything else, and names the attainable range when a law cannot have that fill.
     """
 
     law: str
@@ -44,12 +44,11 @@ class LengthLaw:
         if not (self.cv > 0 and math.isfinite(self.cv)):
             raise ValueError(f"length cv is {self.cv!r}; it must be a positive number")
         if self.law == "full" and self.fill != 1.0:
-            raise ValueError(
-                f"fill is {self.fill!r} with length law 'full', which has fill 1 only; take uniform or lognormal"
-            )
+            raise ValueError(f"fill is {self.fill!r} with length law 'full', which has fill 1 only")
         if self.law == "lognormal" and self.fill > MAX_LOGNORMAL_FILL:
             raise ValueError(
-                f"fill is {self.fill!r} with length law 'lognormal'; attainable: (0, {MAX_LOGNORMAL_FILL}], take uniform or full above"
+                f"fill is {self.fill!r} with length law 'lognormal'; attainable: (0, {MAX_LOGNORMAL_FILL}], "
+                "above that take uniform or full"
             )
 
     @property

@@ -46,7 +46,7 @@ class Parameters:
     length_cv: float = 1.3
     num_users: int = 1000
     num_items: int = 500
-    num_categories: int = 16
+    num_categories: int = 8
     num_contexts: int = 12
     num_tags: int = 32
     num_dense: int = 8
@@ -55,10 +55,10 @@ class Parameters:
     cvr: float = 0.3
     recent_events: int = 16
     long_range_gap: int = 64
-    static_weight: float = 0.9
-    crossing_weight: float = 0.7
-    recent_weight: float = 1.3
-    long_range_weight: float = 0.9
+    static_weight: float = 0.8
+    crossing_weight: float = 0.6
+    recent_weight: float = 1.2
+    long_range_weight: float = 0.8
 
     def __post_init__(self):
         if self.num_categories > self.num_items:
