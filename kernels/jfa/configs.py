@@ -1,0 +1,125 @@
+"""Tile shapes of the Triton kernels, chosen from head_dim, dtype and phase, never from the batch.
+
+A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice, `candidates`
+what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
+
+Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme, and atomic's kernel), fused (recompute), owner (owner and serial).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+PHASES = ("fwd", "fwd_tma", "dq", "dkdv", "fused", "owner")
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_m query rows x block_n keys a tile; tail_n keys a step on the ragged end (0: block_n); warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    tail_n: int = 0
+
+    @property
+    def tail(self) -> int:
+        return self.tail_n or self.block_n
+
+
+def head_dim_class(head_dim: int) -> int:
+    """Power of two that holds head_dim, at least 16 (the smallest side of tl.dot)."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+# 16-bit inputs, keyed by (head_dim class, phase). TUNING.md says how each was chosen.
+CONFIGS: dict[tuple[int, str], Config] = {
+    (64, "fwd"): Config(128, 64, 4, 3),
+    (64, "fwd_tma"): Config(128, 64, 4, 3),
+    (64, "dq"): Config(128, 64, 8, 2),
+    (64, "dkdv"): Config(64, 128, 8, 2),
+    (64, "fused"): Config(64, 64, 4, 2),
+    (64, "owner"): Config(64, 128, 8, 2),
+    (128, "fwd"): Config(128, 64, 8, 3),
+    (128, "fwd_tma"): Config(128, 128, 8, 2),
+    (128, "dq"): Config(128, 64, 8, 2),
+    (128, "dkdv"): Config(64, 128, 8, 2),
+    (128, "fused"): Config(64, 64, 8, 2),
+    (128, "owner"): Config(64, 128, 8, 2),
+    (256, "fwd"): Config(128, 64, 8, 2),
+    (256, "fwd_tma"): Config(128, 64, 8, 2),
+    (256, "dq"): Config(64, 64, 8, 2),
+    (256, "dkdv"): Config(64, 64, 8, 1),
+    (256, "fused"): Config(64, 64, 8, 1),
+    (256, "owner"): Config(64, 64, 8, 1),
+}
+FLOAT32 = Config(32, 32, 4, 1)  # no tensor cores: products in FP32 (ieee); small tiles keep the accumulators in registers
+
+_FORCED: dict[str, Config] = {}
+
+
+def select(phase: str, head_dim: int, dtype: torch.dtype) -> Config:
+    """The config of a phase; the same for every batch."""
+    if phase in _FORCED:
+        return _FORCED[phase]
+    if dtype == torch.float32:
+        return FLOAT32
+    return CONFIGS[(min(256, max(64, head_dim_class(head_dim))), phase)]
+
+
+@contextlib.contextmanager
+def forced(**phases: Config):
+    """Within the block, use the given config for the given phases (sweeps and tests)."""
+    unknown = set(phases) - set(PHASES)
+    if unknown:
+        raise ValueError(f"forced: unknown phase {sorted(unknown)[0]!r}; allowed: {', '.join(PHASES)}")
+    saved = dict(_FORCED)
+    _FORCED.update(phases)
+    try:
+        yield
+    finally:
+        _FORCED.clear()
+        _FORCED.update(saved)
+
+
+def candidates(phase: str, head_dim: int) -> list[Config]:
+    """Configs worth a sweep on a Hopper GPU, the present choice first. Each fits 227 KB of shared memory."""
+    if phase not in PHASES:
+        raise ValueError(f"candidates: unknown phase {phase!r}; allowed: {', '.join(PHASES)}")
+    width = min(256, max(64, head_dim_class(head_dim)))
+    if phase in ("fwd", "fwd_tma"):
+        shapes = [
+            (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3),
+            (128, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 32, 4, 3), (256, 64, 8, 2),
+        ]  # fmt: skip
+    elif phase == "dq":
+        shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1),
+                  (128, 32, 4, 2), (128, 64, 4, 2)]  # fmt: skip
+    elif phase == "dkdv":
+        shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2),
+                  (128, 128, 8, 1), (128, 64, 8, 2), (32, 128, 4, 2)]  # fmt: skip
+    elif phase == "owner":
+        shapes = [(64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (32, 128, 8, 2),
+                  (128, 64, 8, 1)]  # fmt: skip
+    else:
+        shapes = [(64, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)]
+    found = [Config(*shape) for shape in shapes if _shared_bytes(phase, Config(*shape), width) <= 227 * 1024]
+    if phase in ("fwd", "fwd_tma"):
+        found += [replace(c, tail_n=c.block_n // 2) for c in found if c.block_n == 128 and phase == "fwd"]
+    first = CONFIGS[(width, phase)]
+    return [first] + [c for c in found if c != first]
+
+
+def _shared_bytes(phase: str, c: Config, width: int) -> int:
+    """Shared memory that 16-bit tiles need at least: resident operands plus the pipelined ones."""
+    if phase in ("fwd", "fwd_tma"):
+        return 2 * width * (c.block_m + 2 * c.block_n * c.num_stages)
+    if phase == "dq":
+        return 2 * width * 2 * (c.block_m + c.block_n * c.num_stages)
+    extra = 2 * c.block_m * c.block_n
+    return 2 * width * 2 * (c.block_n + c.block_m * c.num_stages) + extra
