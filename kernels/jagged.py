@@ -198,6 +198,18 @@ def zero_tail_(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return rows.masked_fill_(past.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
+def time_buckets(gaps: torch.Tensor, num_buckets: int) -> torch.Tensor:
+    """Logarithmic bucket min(floor(log2(1 + |gap|)), num_buckets - 1) of time gaps, int64 of the same shape.
+
+    Exact at the powers of two (the exponent is read, no logarithm is rounded). Gaps in any unit, integers below 2^53 or
+    floats.
+    """
+    if num_buckets < 1:
+        raise ValueError(f"num_buckets: {num_buckets}; allowed: >= 1")
+    exponent = torch.frexp(gaps.abs().double() + 1).exponent.long() - 1
+    return exponent.clamp_(max=num_buckets - 1)
+
+
 def sample_lengths(
     law: str,
     batch: int,

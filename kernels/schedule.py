@@ -26,7 +26,7 @@ class Schedule:
 
     tiles: torch.Tensor
     program_offsets: torch.Tensor
-    work: torch.Tensor
+    work: torch.Tensor | None
     block_m: int
     block_n: int
     order: str
@@ -37,7 +37,9 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """The same schedule with its tensors on `device`."""
-        moved = [t.to(device, non_blocking=True) for t in (self.tiles, self.program_offsets, self.work)]
+        moved = [
+            t if t is None else t.to(device, non_blocking=True) for t in (self.tiles, self.program_offsets, self.work)
+        ]
         return Schedule(*moved, self.block_m, self.block_n, self.order)
 
 
@@ -108,3 +110,15 @@ def tile_schedule(
     load = torch.zeros(num_programs, dtype=torch.int64).index_add_(0, program, work)
     tiles = torch.stack([sequence, tile], dim=1)[chosen].int()
     return Schedule(tiles, program_offsets, load, block_m, block_n, order)
+
+
+def flatten(schedule: Schedule | None) -> tuple[torch.Tensor | None, torch.Tensor | None, list[int]]:
+    """A schedule as arguments of a torch.library op: (tiles, program_offsets, [block_m, block_n])."""
+    if schedule is None:
+        return None, None, []
+    return schedule.tiles, schedule.program_offsets, [schedule.block_m, schedule.block_n]
+
+
+def restore(tiles: torch.Tensor | None, program_offsets: torch.Tensor | None, blocks: list[int]) -> Schedule | None:
+    """Inverse of `flatten`, without the load per program, which kernels do not need."""
+    return None if tiles is None else Schedule(tiles, program_offsets, None, blocks[0], blocks[1], "given")
