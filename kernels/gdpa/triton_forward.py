@@ -1,0 +1,164 @@
+"""GDPA forward in Triton: a query tile against a loop over keys, and short keys kept on chip under a loop over queries.
+
+Rows past a sequence's end are loaded as zeros. A key filled with zeros has score 0, weight act(0) = 0 and a value of zeros,
+so no mask is needed; stores are predicated.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton_common import load_rows, sequence_range, store_rows
+from .triton_activations import activation
+
+
+@triton.jit
+def query_range(q_offsets, stride_qo, sequence, num_sequences, q_rows, SHARED_Q: tl.constexpr):
+    """(first row in q, first row in o and dO, length). Shared queries: q is [Lq, H, D], o is [B * Lq, H, D]."""
+    if SHARED_Q:
+        length = (sequence * 0 + q_rows).to(tl.int32)
+        return (sequence * 0).to(tl.int64), sequence.to(tl.int64) * q_rows, length
+    else:
+        start, length = sequence_range(q_offsets, stride_qo, sequence, num_sequences, q_rows)
+        return start, start, length
+
+
+@triton.jit
+def key_range(kv_offsets, stride_ko, sequence, num_sequences):
+    """(first row, length) of a sequence's keys; none for the rows past the last sequence."""
+    start, length = sequence_range(kv_offsets, stride_ko, sequence, num_sequences, 0)
+    return start, tl.where(sequence < num_sequences, length, 0)
+
+
+@triton.jit
+def _forward_tile(
+    Q, K, V, O, q_offsets, kv_offsets, sequence, tile, head,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+    KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    q_start, o_start, q_len = query_range(q_offsets, s_qo, sequence, num_sequences, q_rows, SHARED_Q)
+    k_start, k_len = key_range(kv_offsets, s_ko, sequence, num_sequences)
+    head = head.to(tl.int64)
+    first = tile * BLOCK_M
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    if first < q_len:
+        q = load_rows(Q + q_start * sq_t + head * sq_h, first, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
+        k_base = K + k_start * sk_t + head * sk_h
+        v_base = V + k_start * sv_t + head * sv_h
+        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        for n in tl.range(0, k_len, BLOCK_N, num_stages=STAGES):
+            k = load_rows(k_base, n, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SCALED:
+                s = s * scale
+            p = activation(s, KIND, FAST).to(V.dtype.element_ty)
+            v = load_rows(v_base, n, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
+            acc = tl.dot(p, v, acc, input_precision=PRECISION)
+        store_rows(O + o_start * so_t + head * so_h, first, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM)
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, O, q_offsets, kv_offsets, tiles, count, program_offsets,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
+    KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    ORDER: tl.constexpr,
+):  # fmt: skip
+    """ORDER: "grid" one program a (tile, head, sequence); "list" one a (listed tile, head); "programs" persistent over
+    program_offsets; "zigzag" persistent over a list sorted by work, dealt forwards and backwards in turn."""
+    if ORDER == "grid":
+        _forward_tile(
+            Q, K, V, O, q_offsets, kv_offsets, tl.program_id(2), tl.program_id(0), tl.program_id(1),
+            sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+        )  # fmt: skip
+    elif ORDER == "list":
+        slot = tl.program_id(0) // num_heads
+        if slot < tl.load(count):
+            _forward_tile(
+                Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
+                tl.program_id(0) % num_heads,
+                sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+            )  # fmt: skip
+    else:
+        program = tl.program_id(0)
+        programs = tl.num_programs(0)
+        if ORDER == "programs":
+            begin = tl.load(program_offsets + program) * num_heads
+            end = tl.load(program_offsets + program + 1) * num_heads
+        else:
+            begin = program * 0
+            end = (tl.load(count) * num_heads + programs - 1) // programs
+        for item in tl.range(begin, end, num_stages=1):
+            if ORDER == "programs":
+                unit = item
+            else:
+                unit = item * programs + tl.where(item % 2 == 0, program, programs - 1 - program)
+            slot = unit // num_heads
+            if (ORDER == "programs") | (slot < tl.load(count)):
+                _forward_tile(
+                    Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
+                    unit % num_heads,
+                    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+                    KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def forward_resident_kernel(
+    Q, K, V, O, q_offsets, kv_offsets, tiles, count,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
+    KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """All keys of a sequence (<= KV_TILES * BLOCK_N) stay on chip; the software pipeline runs over query tiles.
+
+    `tiles` lists chunks of CHUNK query rows. A sequence with more keys than that (a wrong hint) yields NaN, never a
+    plausible row.
+    """
+    slot = tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    if slot < tl.load(count):
+        sequence = tl.load(tiles + slot * 2)
+        chunk = tl.load(tiles + slot * 2 + 1) * CHUNK
+        q_start, o_start, q_len = query_range(q_offsets, s_qo, sequence, num_sequences, q_rows, SHARED_Q)
+        k_start, k_len = key_range(kv_offsets, s_ko, sequence, num_sequences)
+        poison = tl.where(k_len > KV_TILES * BLOCK_N, float("nan"), 0.0)
+        offs_m = tl.arange(0, BLOCK_M)
+        offs_n = tl.arange(0, BLOCK_N)
+        offs_d = tl.arange(0, BLOCK_D)
+        q_base = Q + q_start * sq_t + head * sq_h
+        k_base = K + k_start * sk_t + head * sk_h
+        v_base = V + k_start * sv_t + head * sv_h
+        o_base = O + o_start * so_t + head * so_h
+        zero = chunk * 0
+        k0 = load_rows(k_base, zero, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
+        v0 = load_rows(v_base, zero, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
+        if KV_TILES == 2:
+            k1 = load_rows(k_base, zero + BLOCK_N, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
+            v1 = load_rows(v_base, zero + BLOCK_N, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
+        rows = tl.minimum(q_len - chunk, CHUNK)
+        # Without keys the output is zero whatever the queries hold, as in the streaming kernel.
+        known = tl.where(k_len > 0, q_len, 0)
+        for m in tl.range(0, rows, BLOCK_M, num_stages=STAGES):
+            first = chunk + m
+            q = load_rows(q_base, first, offs_m, offs_d, sq_t, known, HEAD_DIM, BLOCK_D, True)
+            s = tl.dot(q, tl.trans(k0), input_precision=PRECISION)
+            if SCALED:
+                s = s * scale
+            p = activation(s, KIND, FAST).to(V.dtype.element_ty)
+            acc = tl.dot(p, v0, input_precision=PRECISION)
+            if KV_TILES == 2:
+                s = tl.dot(q, tl.trans(k1), input_precision=PRECISION)
+                if SCALED:
+                    s = s * scale
+                p = activation(s, KIND, FAST).to(V.dtype.element_ty)
+                acc = tl.dot(p, v1, acc, input_precision=PRECISION)
+            store_rows(o_base, first, offs_m, offs_d, so_t, q_len, acc + poison, HEAD_DIM)

@@ -1,0 +1,275 @@
+"""GDPA on the GPU in stock Triton: the tuned baseline and its switches, each of which can be measured alone.
+
+The source's remedies for real traffic appear as `Options`: a list of valid query tiles instead of a grid over the longest
+sequence, zigzag dealing of those tiles to persistent programs, and short keys kept on chip while the loop runs over queries.
+None of them changes a result: every score, weight and sum is formed in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..registry import Case, Implementation
+from ..triton_common import precision_of, tile_list
+from . import configs
+from .configs import Config, default, has_resident, padded
+from .triton_activations import ACTIVATIONS
+from .triton_backward import dkdv_kernel, dq_kernel, owner_kernel
+from .triton_forward import forward_kernel, forward_resident_kernel
+
+ORDERS = ("grid", "valid", "zigzag")
+BACKWARDS = ("split", "owner")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Switches of the kernels. None: chosen by shape.
+
+    schedule: "grid" launches over the longest sequence (needs the hint max_q_len; the baseline, never a default), "valid" over
+    the tiles that exist, "zigzag" deals those, sorted by work, to persistent programs.
+    kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n).
+    backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
+    fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
+    fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default 2 per multiprocessor.
+    """
+
+    schedule: str = "valid"
+    kv_resident: bool | None = None
+    backward: str | None = None
+    fast_tanh: bool | None = None
+    fwd: Config | None = None
+    resident: Config | None = None
+    dq: Config | None = None
+    dkdv: Config | None = None
+    owner: Config | None = None
+    programs: int | None = None
+
+    def __post_init__(self):
+        if self.schedule not in ORDERS:
+            raise ValueError(f"schedule: {self.schedule!r}; allowed: {', '.join(ORDERS)}")
+        if self.backward not in (None, *BACKWARDS):
+            raise ValueError(f"backward: {self.backward!r}; allowed: None, {', '.join(BACKWARDS)}")
+
+
+@triton.jit
+def _tile_work_kernel(tiles, count, kv_offsets, stride, work, num_sequences, bound, SIZE: tl.constexpr):
+    slot = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there = slot < tl.load(count)
+    sequence = tl.load(tiles + slot * 2, mask=there, other=0)
+    real = there & (sequence < num_sequences)
+    place = kv_offsets + sequence.to(tl.int64) * stride
+    keys = tl.load(place + stride, mask=real, other=0) - tl.load(place, mask=real, other=0)
+    tl.store(work + slot, tl.where(there, keys.to(tl.int32), -1), mask=slot < bound)
+
+
+def _by_work(tiles, count, bound, kv_offsets):
+    """The tile list with the most keys first; slots past the count stay last."""
+    work = torch.empty(bound, dtype=torch.int32, device=tiles.device)
+    grid = (triton.cdiv(bound, 256),)
+    _tile_work_kernel[grid](
+        tiles, count, kv_offsets, kv_offsets.stride(0), work, kv_offsets.numel() - 1, bound, SIZE=256
+    )
+    return tiles[:bound][torch.argsort(work, descending=True, stable=True)]
+
+
+def _query_tiles(q, q_offsets, num_sequences, block):
+    """(tiles, count, bound) of the queries. Shared queries: every sequence has all of them."""
+    if q_offsets is not None:
+        return tile_list(q_offsets, q.shape[0], block)
+    each = triton.cdiv(q.shape[0], block)
+    bound = num_sequences * each
+    slot = torch.arange(bound, dtype=torch.int32, device=q.device)
+    count = torch.full((1,), bound, dtype=torch.int32, device=q.device)
+    return torch.stack((slot // each, slot % each), 1), count, bound
+
+
+def _strides(*tensors):
+    return [s for t in tensors for s in t.stride()[-3:-1]]
+
+
+def _constants(q, activation, scale, options, config):
+    fast = q.is_cuda and q.dtype != torch.float32 if options.fast_tanh is None else options.fast_tanh
+    return dict(
+        KIND=activation, FAST=fast, SCALED=scale != 1.0, HEAD_DIM=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, PRECISION=precision_of(q.dtype),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _resident_tiles(options, config, head_dim, max_kv_len):
+    """Key tiles to keep on chip, or 0 for the streaming kernel. Asked for and impossible: an error."""
+    fits = max_kv_len is not None and max_kv_len <= 2 * config.block_n and has_resident(head_dim)
+    wanted = fits if options.kv_resident is None else options.kv_resident
+    if wanted and not fits:
+        raise ValueError(
+            f"kv_resident: max_kv_len {max_kv_len}, head_dim {head_dim}; allowed: a hint max_kv_len <= "
+            f"{2 * config.block_n} and head_dim <= 128"
+        )
+    return triton.cdiv(max(max_kv_len, 1), config.block_n) if wanted else 0
+
+
+def forward_with(
+    options, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None
+):
+    """GDPA forward with explicit `Options`; arguments and result as `forward`."""
+    shared = q_offsets is None
+    num_sequences, num_heads, head_dim = kv_offsets.numel() - 1, q.shape[1], q.shape[2]
+    o = torch.empty((num_sequences, *q.shape) if shared else q.shape, dtype=q.dtype, device=q.device)
+    if o.numel() == 0:
+        return o
+    offsets = kv_offsets if shared else q_offsets
+    pointers = (q, k, v, o, offsets, kv_offsets)
+    sizes = (*_strides(q, k, v, o), offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0], num_heads)
+    resident = options.resident or default("fwd_resident" if has_resident(head_dim) else "fwd", head_dim, q.dtype)
+    kv_tiles = _resident_tiles(options, resident, head_dim, max_kv_len) if schedule is None else 0
+    if kv_tiles:
+        constants = _constants(q, activation, scale, options, resident)
+        chunk = resident.chunk * resident.block_m
+        tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, chunk)
+        forward_resident_kernel[(bound * num_heads,)](
+            *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk, **constants
+        )
+        return o
+
+    config = options.fwd or default("fwd", head_dim, q.dtype)
+    constants = _constants(q, activation, scale, options, config)
+    program_offsets = count = offsets
+    if schedule is not None:
+        if schedule.block_m != config.block_m:
+            raise ValueError(
+                f"schedule: block_m {schedule.block_m}; allowed: {config.block_m}, the kernel's query tile"
+            )
+        schedule = schedule.to(q.device)
+        tiles, program_offsets, order = schedule.tiles, schedule.program_offsets, "programs"
+        grid = (schedule.num_programs,)
+        if not shared:
+            _zero_rest(o, q_offsets)
+    elif options.schedule == "grid":
+        longest = q.shape[0] if shared else max_q_len
+        if longest is None:
+            raise ValueError("schedule 'grid': max_q_len None; allowed: the longest query sequence")
+        tiles, order = offsets, "grid"
+        grid = (triton.cdiv(max(longest, 1), config.block_m), num_heads, num_sequences)
+        if not shared:
+            _zero_rest(o, q_offsets)
+        if num_sequences == 0:
+            return o
+    else:
+        tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
+        order, grid = "list", (bound * num_heads,)
+        if options.schedule == "zigzag":
+            tiles = _by_work(tiles, count, bound, kv_offsets)
+            order, grid = "zigzag", (options.programs or 2 * _multiprocessors(q.device),)
+    forward_kernel[grid](
+        *pointers, tiles, count, program_offsets, *sizes, scale, SHARED_Q=shared, ORDER=order, **constants
+    )
+    return o
+
+
+def _zero_rest(o, offsets):
+    """Zeros past offsets[-1], for the orders whose tile lists hold sequences alone."""
+    past = torch.arange(o.shape[0], device=o.device) >= offsets[-1]
+    o.masked_fill_(past[:, None, None], 0)
+
+
+def backward_with(
+    options, do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None
+):
+    """GDPA backward with explicit `Options`; arguments and result as `backward`."""
+    shared = q_offsets is None
+    num_sequences, num_heads, head_dim = kv_offsets.numel() - 1, q.shape[1], q.shape[2]
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    rows = num_sequences * q.shape[0] if shared else q.shape[0]
+    # Gradients of shared queries stay float32 until they are summed over the sequences.
+    dq = torch.empty((rows, *q.shape[1:]), dtype=torch.float32 if shared else q.dtype, device=q.device)
+    do = do.reshape(rows, *q.shape[1:])
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    offsets = kv_offsets if shared else q_offsets
+    steps = (offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0])
+    scheme = options.backward or "split"
+    if scheme == "owner":
+        config = options.owner or default("owner", head_dim, q.dtype)
+        single = max_kv_len is not None and max_kv_len <= config.block_n
+        running = dq if single or shared else torch.empty(dq.shape, dtype=torch.float32, device=q.device)
+        lengths = (kv_offsets if shared else q_offsets).diff()
+        order = torch.argsort(lengths, descending=True, stable=True).int() if num_sequences else offsets
+        if num_heads and (rows or k.shape[0]):
+            owner_kernel[((num_sequences + 2) * num_heads,)](
+                do, q, k, v, dq, running, dk, dv, offsets, kv_offsets, order,
+                *_strides(do, q, k, v, dq, running, dk, dv), *steps, k.shape[0], num_heads, scale,
+                SHARED_Q=shared, SINGLE=single, **_constants(q, activation, scale, options, config),
+            )  # fmt: skip
+    else:
+        if dq.numel():
+            config = options.dq or default("dq", head_dim, q.dtype)
+            tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
+            dq_kernel[(bound * num_heads,)](
+                do, q, k, v, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps, num_heads, scale,
+                SHARED_Q=shared, **_constants(q, activation, scale, options, config),
+            )  # fmt: skip
+        if dk.numel():
+            config = options.dkdv or default("dkdv", head_dim, q.dtype)
+            tiles, count, bound = tile_list(kv_offsets, k.shape[0], config.block_n)
+            dkdv_kernel[(bound * num_heads,)](
+                do, q, k, v, dk, dv, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dk, dv), *steps,
+                k.shape[0], num_heads, scale,
+                SHARED_Q=shared, **_constants(q, activation, scale, options, config),
+            )  # fmt: skip
+    if shared:
+        dq = dq.view(num_sequences, *q.shape).sum(0).to(q.dtype)
+    return dq, dk, dv
+
+
+def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
+    """o = act(scale q kT) v for every sequence: one kernel for self-attention, cross-attention and pooling by queries.
+
+    q [Tq, H, D], k, v [Tkv, H, D] in bfloat16, float16 or float32, last dimension contiguous; q_offsets None: q [Lq, H, D] is
+    shared and o is [B, Lq, H, D]. `schedule` (kernels.schedule.Schedule, block_m of the configuration) sets which persistent
+    program works on which tile. max_kv_len <= 256 keeps keys on chip.
+    """
+    return forward_with(
+        Options(), q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale, max_q_len=max_q_len,
+        max_kv_len=max_kv_len, schedule=schedule,
+    )  # fmt: skip
+
+
+def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
+    """(dq, dk, dv) in the inputs' types, accumulated in float32; dq of shared queries is summed over the sequences.
+
+    `schedule` lists query tiles of the forward pass and is not used here.
+    """
+    return backward_with(
+        Options(), do, q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale, max_q_len=max_q_len,
+        max_kv_len=max_kv_len, schedule=schedule,
+    )  # fmt: skip
+
+
+def unsupported(case: Case) -> str | None:
+    """Why this implementation cannot run `case`, or None."""
+    if case.device_type != "cuda" and isinstance(forward_kernel, triton.JITFunction):
+        return f"needs a CUDA device, not {case.device_type}"
+    if case.device_type == "cuda" and case.capability < (8, 0):
+        return f"needs compute capability 8.0, not {case.capability[0]}.{case.capability[1]}"
+    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"dtype {case.dtype}; allowed: bfloat16, float16, float32"
+    if case.device_type != "cuda" and case.dtype == torch.bfloat16:
+        return "bfloat16 products are wrong in Triton's interpreter"
+    if case.head_dim > 256:
+        return f"head_dim {case.head_dim}; allowed: up to 256"
+    if case.activation is not None and case.activation not in ACTIVATIONS:
+        return f"activation {case.activation!r}; allowed: {', '.join(ACTIVATIONS)}"
+    return None
+
+
+IMPLEMENTATION = Implementation("triton", forward, backward, unsupported)
+candidates = configs.candidates
