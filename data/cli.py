@@ -48,6 +48,10 @@ def fraction(text: str) -> float:
     return _number(text, lambda x: 0 < x <= 1, "a number in (0, 1]")
 
 
+def rate(text: str) -> float:
+    return _number(text, lambda x: 0 < x < 1, "a number in (0, 1)")
+
+
 def run(main: Callable[[], int]) -> None:
     """Exit with main()'s code; ValueError and OSError become one line on stderr and exit code 1."""
     try:

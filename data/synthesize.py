@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from data.cli import fraction, non_negative, non_negative_float, positive, positive_float, run
+from data.cli import fraction, non_negative, non_negative_float, positive, positive_float, rate, run
 from data.histories import HistoryLaw, category_mix, recent_mix, sample_history, zipf_items
 from data.lengths import LAWS, LengthLaw
 from data.manifest import DataError
@@ -278,13 +278,6 @@ def parser() -> argparse.ArgumentParser:
         )
     add("--quiet", action="store_true", help="no progress")
     return parser
-
-
-def rate(text: str) -> float:
-    value = fraction(text)
-    if value >= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} must lie in (0, 1)")
-    return value
 
 
 def main(arguments: list[str] | None = None) -> int:

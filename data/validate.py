@@ -65,7 +65,7 @@ def check_features(manifest: dict, path: Path) -> None:
 
 
 def read_shard(path: Path, shard: dict, expected: pa.Schema):
-    """Yields (table, index of its first row) per row group; DataError for a file that is not the one that was written."""
+    """Yields (table, index of its first row) per row group; DataError if the file is not the one written."""
     if not path.is_file():
         raise DataError(f"{path}: the manifest lists this shard and there is no such file")
     size = path.stat().st_size
