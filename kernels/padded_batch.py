@@ -1,16 +1,17 @@
 """Packed rows to zero-padded batches and back, for the vectorised torch implementations.
 
-Sequences are grouped by the class of their own length (powers of two and the halves between: 8, 16, 24, 32, 48, 64, ...),
-so that the shape of every matrix product follows from the sequence alone and its result does not depend on who shares
-the batch. The number of groups grows with the logarithm of the longest length, never with the batch.
+Sequences are grouped by the class of their own length (powers of two and the halves between: 8, 16, 24, 32, 48, 64,
+...), so that the shape of every matrix product follows from the sequence alone and its result does not depend on who
+shares the batch. The number of groups grows with the logarithm of the longest length, never with the batch.
 
-One detail makes that hold to the last bit on a CPU. Torch's elementwise kernels use vector code for the bulk of a buffer
-and scalar code for what is left at the end of each thread's share, and the two round differently: `whole_vectors` says
-how many sequences a group must be filled up to so that each share is a whole number of vectors. On a GPU the library
-picks a product's algorithm by batch size, so results there are deterministic but may differ in other company.
+One detail makes that hold to the last bit on a CPU. Torch's elementwise kernels use vector code for the bulk of a
+buffer and scalar code for what is left at the end of each thread's share, and the two round differently:
+`whole_vectors` says how many sequences a group must be filled up to so that each share is a whole number of vectors.
+On a GPU the library picks a product's algorithm by batch size, so results there are deterministic but may differ in
+other company.
 
-A table is a packed tensor [T, H, D] as rows [T * H + 1, D] whose last row stands for rows that do not exist: read it and
-get zeros (never a neighbour's rows, so a neighbour's NaN does not pass), write to it and nothing happens.
+A table is a packed tensor [T, H, D] as rows [T * H + 1, D] whose last row stands for rows that do not exist: read it
+and get zeros (never a neighbour's rows, so a neighbour's NaN does not pass), write to it and nothing happens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Block attention in vectorised torch: all blocks of all sequences as one batch [num_blocks, H, block_size, D].
 
 Whole blocks form one group; the shorter last blocks are grouped by the class of their own length, so that a sequence of
-five rows does not cost a block of 64 (padded_batch.py says why this leaves results independent of batch-mates). One tile
-holds all that a row may see, hence no running maximum and no saved log-sum-exp: the backward pass computes the weights
-again from q and k.
+five rows does not cost a block of 64 (padded_batch.py says why this leaves results independent of batch-mates). One
+tile holds all that a row may see, hence no running maximum and no saved log-sum-exp: the backward pass computes the
+weights again from q and k.
 
 Rotation in float32. The products run in float32 on a CPU (float64 for float64); on a GPU in the inputs' dtype with
 float32 accumulators and a float32 softmax.
@@ -30,11 +30,14 @@ from ..padded_batch import (
     whole_vectors,
 )
 from ..registry import Case, Implementation
+from ..validation import strict_float32
 from .reference import turn, turn_back
 
 
 def blocks(offsets: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """(starts, lengths) of every block, int64 on the host, in packed order: blocks begin at each sequence's own start."""
+    """(starts, lengths) of every block, int64 on the host, in packed order: blocks begin at each sequence's own
+    start.
+    """
     ends = host_offsets(offsets).long()
     counts = (ends.diff() + block_size - 1) // block_size
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -70,6 +73,7 @@ def _weights(q: Tensor, k: Tensor, scale: float, valid: Tensor | None) -> Tensor
     return torch.softmax(scores, dim=-1)
 
 
+@strict_float32()
 def forward(q, k, v, offsets, *, block_size, scale, rotary):
     """o like q. Arguments: see api.py."""
     dtype = compute_dtype(q)
@@ -81,6 +85,7 @@ def forward(q, k, v, offsets, *, block_size, scale, rotary):
     return o_rows[:-1].view(q.shape)
 
 
+@strict_float32()
 def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary):
     """(dq, dk, dv) like q, k, v, in the frame before rotation. `o` is not needed: the weights are at hand."""
     dtype = compute_dtype(q)

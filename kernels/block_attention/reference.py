@@ -1,20 +1,23 @@
 """Block attention, one block at a time in plain torch: the specification of every other implementation.
 
-A sequence is cut into blocks of block_size rows counted from its own start (the last one may be shorter). Inside a block
-every row attends to every row, softmax(scale * q . k), in both directions; nothing outside the block is seen. With rotary,
-q, k and v (those named in `on`) are turned first, in float32; gradients are turned back, so they belong to the tensors
-that the caller passed.
+A sequence is cut into blocks of block_size rows counted from its own start (the last one may be shorter). Inside a
+block every row attends to every row, softmax(scale * q . k), in both directions; nothing outside the block is seen.
+With rotary, q, k and v (those named in `on`) are turned first, in float32; gradients are turned back, so they belong
+to the tensors that the caller passed.
 
 Float32 for float32, bfloat16 and float16 inputs (one rounding at the end), float64 for float64.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from ..registry import Case, Implementation
 from ..rotary.reference import rotate, rotate_back
+from ..validation import strict_float32
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -39,7 +42,7 @@ def _blocks(offsets: Tensor, block_size: int) -> list[tuple[int, int]]:
     ends = offsets.tolist()
     return [
         (start, min(start + block_size, end))
-        for first, end in zip(ends[:-1], ends[1:], strict=True)
+        for first, end in pairwise(ends)
         for start in range(first, end, block_size)
     ]
 
@@ -54,6 +57,7 @@ def _weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.softmax(torch.einsum("qhd,khd->hqk", q, k) * scale, dim=-1)
 
 
+@strict_float32()
 def forward(q, k, v, offsets, *, block_size, scale, rotary):
     """o like q. Differentiable by autograd."""
     q_all, k_all, v_all = turn(q, "q", rotary), turn(k, "k", rotary), turn(v, "v", rotary)
@@ -64,8 +68,11 @@ def forward(q, k, v, offsets, *, block_size, scale, rotary):
     return _joined(parts, q).to(q.dtype)
 
 
+@strict_float32()
 def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary):
-    """(dq, dk, dv) like q, k, v. Scores are computed again and the row sums D = rowsum(P * dP) taken from them, not from o."""
+    """(dq, dk, dv) like q, k, v. Scores are computed again and the row sums D = rowsum(P * dP) taken from them, not
+    from o.
+    """
     q_all, k_all, v_all = turn(q, "q", rotary), turn(k, "k", rotary), turn(v, "v", rotary)
     dq, dk, dv = [], [], []
     for start, end in _blocks(offsets, block_size):

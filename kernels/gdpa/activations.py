@@ -5,16 +5,17 @@ scores, an activation must stay finite far out: every formula here holds for |s|
 
     gelu           s Phi(s), the erf form
     gelu_tanh      0.5 s (1 + tanh(sqrt(2/pi) (s + 0.044715 s^3)))
-    gelu_taylor6   0.5 s + C2 s^2 + C4 s^4 + C6 s^6, the expansion of `gelu` at 0. VALID FOR |s| <= 1 ONLY: its error against
-                   `gelu` is 4.5e-6 at 0.5, 1.1e-3 at 1, 0.22 at 2 and 4 at 3. It needs no transcendental unit, which is why the
-                   source uses it where normalised q and k bound the scores. Nothing clamps: outside it is just a polynomial.
+    gelu_taylor6   0.5 s + C2 s^2 + C4 s^4 + C6 s^6, the expansion of `gelu` at 0. VALID FOR |s| <= 1 ONLY: its error
+                   against `gelu` is 4.5e-6 at 0.5, 1.1e-3 at 1, 0.22 at 2 and 4 at 3. It needs no transcendental unit,
+                   which is why the source uses it where normalised q and k bound the scores. Nothing clamps: outside
+                   it is just a polynomial.
     silu           s sigmoid(s)
     relu, relu2    max(s, 0) and its square; derivative 0 at s = 0
     identity       s (linear attention without normalisation)
 
-All have value 0 at s = 0, so zero-filled queries and keys add nothing to an output. Their DERIVATIVE at 0 is 0.5 for the GELU
-family and SiLU: a masked pair must be cleared in the backward pass too. A mask is applied after the activation, never as
--inf before it: silu(-inf) is -inf * 0 = NaN.
+All have value 0 at s = 0, so zero-filled queries and keys add nothing to an output. Their DERIVATIVE at 0 is 0.5 for
+the GELU family and SiLU: a masked pair must be cleared in the backward pass too. A mask is applied after the
+activation, never as -inf before it: silu(-inf) is -inf * 0 = NaN.
 
 Inputs of any floating dtype; bfloat16 and float16 are computed in float32 and rounded once.
 """
@@ -39,7 +40,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """value(s) and derivative(s) elementwise; pullback(g, s) = g * derivative(s) in as few passes over memory as possible.
+    """value(s) and derivative(s) elementwise; pullback(g, s) = g * derivative(s) in few passes over memory.
 
     valid_to: largest |s| for which the formula approximates what its name says (inf = everywhere).
     """
@@ -129,7 +130,7 @@ def pullback(name: str, grad: Tensor, s: Tensor) -> Tensor:
 
 
 def masked_value(name: str, s: Tensor, valid: Tensor | None) -> Tensor:
-    """act(s) where `valid` (bool, broadcastable to s), exactly 0 elsewhere, whatever s holds there (NaN and inf included)."""
+    """act(s) where `valid` (bool, broadcastable to s), exactly 0 elsewhere, NaN and inf in s included."""
     out = value(name, s)
     return out if valid is None else torch.where(valid, out, out.new_zeros(()))
 

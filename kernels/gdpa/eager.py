@@ -30,6 +30,7 @@ from ..padded_batch import (
     whole_vectors,
 )
 from ..registry import Case, Implementation
+from ..validation import strict_float32
 from . import activations
 
 
@@ -80,6 +81,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return scores if scale == 1.0 else scores.mul_(scale)
 
 
+@strict_float32()
 def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
     """o like q, or [B, Lq, H, D] when q_offsets is None. Arguments: see api.py; hints and schedule are not needed."""
     dtype = compute_dtype(q)
@@ -93,6 +95,7 @@ def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None
     return o_rows[:-1].view(shape)
 
 
+@strict_float32()
 def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
     """(dq, dk, dv) like q, k, v; the scores are computed again. dq of shared queries: float32 sum, rounded once."""
     dtype, shared = compute_dtype(q), q_offsets is None

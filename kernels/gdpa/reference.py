@@ -10,10 +10,13 @@ The arithmetic is float32 for float32, bfloat16 and float16 inputs (one rounding
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from ..registry import Case, Implementation
+from ..validation import strict_float32
 from . import activations
 
 
@@ -23,7 +26,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     ends = offsets.tolist()
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))
 
 
 def _packed(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -36,6 +39,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.einsum("qhd,khd->hqk", q, k) * scale
 
 
+@strict_float32()
 def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
     """o like q, or [B, Lq, H, D] when q_offsets is None (queries q [Lq, H, D] shared by every sequence).
 
@@ -52,6 +56,7 @@ def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None
     return torch.stack(parts).to(q.dtype) if parts else q.new_zeros(0, *q.shape)
 
 
+@strict_float32()
 def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
     """(dq, dk, dv) like q, k, v. dq of shared queries is summed over the sequences before it is rounded."""
     spans = _spans(kv_offsets)

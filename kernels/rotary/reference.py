@@ -2,9 +2,9 @@
 
     y_a = x_a cos - x_b sin,   y_b = x_b cos + x_a sin
 
-interleaved: pair p is columns (2p, 2p + 1). half: pair p is columns (p, p + D/2). The turn is orthogonal, so the gradient is
-turned back by the negative angle: the same formula with -sin. Float32 for float32, bfloat16 and float16 (one rounding at the
-end); float64 for float64.
+interleaved: pair p is columns (2p, 2p + 1). half: pair p is columns (p, p + D/2). The turn is orthogonal, so the
+gradient is turned back by the negative angle: the same formula with -sin. Float32 for float32, bfloat16 and float16
+(one rounding at the end); float64 for float64.
 """
 
 from __future__ import annotations
