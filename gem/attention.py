@@ -1,0 +1,225 @@
+"""Attention calls of the model for both layouts of event tensors, and the rotary that precedes them.
+
+Modules hold parameters; the functions here decide what runs. A jagged call goes to `kernels` under the implementation's name
+(or to torch's own varlen attention); a padded call runs torch's scaled_dot_product_attention with a mask. Both compute the
+same thing on the same parameters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from gem.config import RotaryMode, SelfAttention
+from kernels.jagged import row_ids
+
+VARLEN = "varlen_attn"  # torch.nn.attention.varlen, a peer that is not part of `kernels`
+
+
+class Events(NamedTuple):
+    """One event type of a batch.
+
+    Jagged: values [T, width], mask None. Padded: values [B, L, width], mask bool [B, L], True for events. offsets int64
+    [B + 1] count events in both layouts; kv_offsets int64 [B + 1] those of `num_kv` generated keys a sample. cos, sin float32
+    [T, head_dim / 2] or [B, L, head_dim / 2]; longest: length of the longest history.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    kv_offsets: torch.Tensor
+    mask: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    longest: int
+
+
+def rotary_tables(
+    positions: torch.Tensor, ages: torch.Tensor, head_dim: int, time_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Time-aware rotary: angle_i = position * theta_i + tau * phi_i with tau = log(1 + age / time_scale).
+
+    positions [T] count events, ages float32 [T] are seconds before the impression. Returns cos, sin float32 [T, head_dim / 2].
+    """
+    half = torch.arange(head_dim // 2, device=ages.device, dtype=torch.float32) / (head_dim // 2)
+    theta, phi = 10_000.0**-half, 100.0**-half
+    angle = positions.float()[:, None] * theta + torch.log1p(ages / time_scale)[:, None] * phi
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn interleaved pairs: x [..., H, D], cos and sin float32 [..., D / 2]; computed in float32, dtype of x kept."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
+
+
+def pad_rows(values: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
+    """[T, ...] -> [B, longest, ...], zeros where there is no event. Written as a gather so that it needs no host sync."""
+    slots = torch.arange(longest, device=values.device)
+    index = offsets[:-1, None] + slots
+    mask = index < offsets[1:, None]
+    if values.shape[0] == 0:
+        return values.new_zeros(*index.shape, *values.shape[1:])
+    padded = values[torch.where(mask, index, 0)]
+    return padded * mask.view(*mask.shape, *[1] * (values.dim() - 1)).to(padded.dtype)
+
+
+def event_mask(offsets: torch.Tensor, longest: int) -> torch.Tensor:
+    """bool [B, longest], True for events."""
+    return torch.arange(longest, device=offsets.device) < offsets.diff()[:, None]
+
+
+def self_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    events: Events,
+    *,
+    kind: SelfAttention,
+    window: int,
+    block_size: int,
+    rotary: RotaryMode,
+    impl: str,
+    block_impl: str,
+    precision=None,
+) -> torch.Tensor:
+    """Softmax attention of each history on itself: all pairs, |i - j| <= window, or inside blocks of block_size events.
+
+    q, k, v [T, H, D] (padded: [B, L, H, D]) are turned first, v too, as in the source's block attention.
+    """
+    fuse = rotary is RotaryMode.FUSED and kind is SelfAttention.BLOCK and events.mask is None
+    if not fuse:
+        if rotary is RotaryMode.FUSED:
+            q, k, v = kernels_rotary(q, k, v, events)
+        else:
+            q, k, v = (rotate(x, events.cos, events.sin) for x in (q, k, v))
+    if events.mask is not None:
+        return _padded_self(q, k, v, events.mask, kind, window, block_size)
+    if kind is SelfAttention.BLOCK:
+        turned = kernels.Rotary(events.cos, events.sin) if fuse else None
+        return kernels.block_attention(
+            q, k, v, events.offsets, block_size=block_size, rotary=turned, impl=block_impl, **_precision(precision)
+        )
+    window = window if kind is SelfAttention.WINDOW else None
+    if impl == VARLEN:
+        return _varlen(q, k, v, events.offsets, events.offsets, events.longest, events.longest, window)
+    return kernels.jagged_attention(
+        q,
+        k,
+        v,
+        events.offsets,
+        window=window,
+        max_q_len=events.longest,
+        max_kv_len=events.longest,
+        impl=impl,
+        **_precision(precision),
+    )
+
+
+def kernels_rotary(q, k, v, events: Events):
+    """Rotary of q, k and v outside attention in one pass, where the fused attention does not take it."""
+    return tuple(rotate(x, events.cos, events.sin) for x in (q, k, v))
+
+
+def pooled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, impl: str, precision=None
+) -> torch.Tensor:
+    """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D]; zeros without events."""
+    if events.mask is not None:
+        batch = events.mask.shape[0]
+        queries = q.expand(batch, *q.shape).transpose(1, 2)
+        mask, any_key = _safe(events.mask[:, None, None, :])
+        o = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+        return (o * any_key.to(o.dtype)).transpose(1, 2)
+    if impl == VARLEN:
+        batch, num_queries = events.offsets.shape[0] - 1, q.shape[0]
+        queries = q.repeat(batch, 1, 1)
+        q_offsets = torch.arange(batch + 1, device=q.device) * num_queries
+        o = _varlen(queries, k, v, q_offsets, events.offsets, num_queries, events.longest, None)
+        return o.view(batch, num_queries, *q.shape[1:])
+    return kernels.jagged_attention(
+        q, k, v, None, events.offsets, max_kv_len=events.longest, impl=impl, **_precision(precision)
+    )
+
+
+def generalized_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, activation: str, impl: str, precision=None
+) -> torch.Tensor:
+    """GDPA: activation(q k^T) v per head over the sample's generated keys.
+
+    q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D].
+    """
+    if events.mask is not None:
+        batch = events.mask.shape[0]
+        k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
+        scores = torch.einsum("blhd,bnhd->bhln", q, k)
+        return torch.einsum("bhln,bnhd->blhd", activate(scores, activation), v)
+    num_kv = k.shape[0] // (events.offsets.shape[0] - 1) if events.offsets.shape[0] > 1 else 0
+    return kernels.gdpa(
+        q,
+        k,
+        v,
+        events.offsets,
+        events.kv_offsets,
+        activation=activation,
+        max_q_len=events.longest,
+        max_kv_len=num_kv,
+        impl=impl,
+        **_precision(precision),
+    )
+
+
+def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation of GDPA on a padded score tensor."""
+    if activation == "gelu_tanh":
+        return F.gelu(scores, approximate="tanh")
+    if activation == "gelu":
+        return F.gelu(scores)
+    if activation == "silu":
+        return F.silu(scores)
+    raise ValueError(f"padded layout: activation {activation!r} is not available; allowed: gelu, gelu_tanh, silu")
+
+
+def _precision(precision) -> dict:
+    return {} if precision is None else {"precision": precision}
+
+
+def _varlen(q, k, v, q_offsets, kv_offsets, longest_q, longest_kv, window):
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = (-1, -1) if window is None else (window, window)
+    return varlen_attn(
+        q, k, v, q_offsets.to(torch.int32), kv_offsets.to(torch.int32), longest_q, longest_kv, window_size=size
+    )
+
+
+def _safe(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask without empty rows (they get the first key) and which rows had a key: softmax over nothing is NaN."""
+    any_key = mask.any(-1, keepdim=True)
+    first = torch.arange(mask.shape[-1], device=mask.device) == 0
+    return mask | (first & ~any_key), any_key
+
+
+def _padded_self(q, k, v, mask, kind, window, block_size):
+    keys = mask[:, None, None, :]
+    slots = torch.arange(mask.shape[1], device=mask.device)
+    if kind is SelfAttention.WINDOW:
+        keys = keys & ((slots[:, None] - slots).abs() <= window)
+    elif kind is SelfAttention.BLOCK:
+        keys = keys & (slots[:, None] // block_size == slots // block_size)
+    safe, any_key = _safe(keys)
+    o = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=safe)
+    return (o * any_key.to(o.dtype)).transpose(1, 2)
+
+
+def ages_to_tau(ages: torch.Tensor, time_scale: float) -> torch.Tensor:
+    """tau = log(1 + age / time_scale) of ages in seconds."""
+    return torch.log1p(ages / time_scale)
+
+
+def rows_of(per_sample: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """per_sample [B, d] repeated for each of its events: [total, d]."""
+    return per_sample[row_ids(offsets, total)]

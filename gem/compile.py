@@ -1,0 +1,24 @@
+"""torch.compile, put on from outside: each layer is one graph, whatever the batch's lengths.
+
+Order in which a model is wrapped (see `gem.train.build`): precision (replaces linear layers) -> compile (of what is then there)
+-> checkpointing (recomputes compiled layers) -> parallelism.
+"""
+
+from __future__ import annotations
+
+from gem.model import GEM
+
+BACKENDS = ("eager", "aot_eager", "inductor")
+
+
+def apply(model: GEM, implementation: str) -> GEM:
+    """Compile every layer in place. implementation: "eager" leaves the model alone; others are torch.compile backends.
+
+    fullgraph: a graph break inside a layer is an error, not a slow run.
+    """
+    if implementation not in BACKENDS:
+        raise ValueError(f"compile: unknown implementation {implementation!r}; allowed: {', '.join(BACKENDS)}")
+    if implementation != "eager":
+        for layer in model.layers:
+            layer.compile(backend=implementation, fullgraph=True, dynamic=True)
+    return model

@@ -1,0 +1,459 @@
+"""What one training run is: toggles, sizes, training constants, and what each toggle runs as in a tier.
+
+A row of config/variants.tsv, a tier (config/<tier>.yaml) and a preset make one frozen `Config`. Every toggle is an enum,
+so that no code branches on a variant's name, and a new row is a new variant. Anything unknown is a ValueError of one line.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Layout(StrEnum):
+    """Padded: every event tensor is [batch, longest, width] with a mask. Jagged: packed rows, no padding anywhere."""
+
+    PADDED = "padded"
+    JAGGED = "jagged"
+
+
+class AttentionImpl(StrEnum):
+    PADDED = "padded"
+    VARLEN = "varlen"
+    V1 = "v1"
+    V2 = "v2"
+    V3 = "v3"
+    V4 = "v4"
+
+
+class GdpaImpl(StrEnum):
+    EAGER = "eager"
+    TRITON = "triton"
+    TLX = "tlx"
+
+
+class SelfAttention(StrEnum):
+    FULL = "full"
+    WINDOW = "window"
+    BLOCK = "block"
+
+
+class RotaryMode(StrEnum):
+    SEPARATE = "separate"
+    FUSED = "fused"
+
+
+class NormMode(StrEnum):
+    SEPARATE = "separate"
+    FUSED = "fused"
+
+
+class Switch(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+class Pooling(StrEnum):
+    PMA = "pma"
+    HSP = "hsp"
+
+
+class Precision(StrEnum):
+    BF16 = "bf16"
+    MX_ATTENTION = "mx_attention"
+    MX_MLP = "mx_mlp"
+    MX_FULL = "mx_full"
+
+
+class MxRecipe(StrEnum):
+    NONE = "none"
+    NAIVE = "naive"
+    RCEIL = "rceil"
+    HADAMARD = "hadamard"
+    STOCHASTIC = "stochastic"
+    WGRAD_HIGH = "wgrad_high"
+    LATE_BF16 = "late_bf16"
+    FULL = "full"
+
+
+class Checkpointing(StrEnum):
+    NONE = "none"
+    UNIFORM = "uniform"
+    REGION = "region"
+
+
+class Balance(StrEnum):
+    NONE = "none"
+    LOCAL = "local"
+    BBS = "bbs"
+
+
+class OptimizerMode(StrEnum):
+    FOREACH = "foreach"
+    FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class Toggles:
+    """The columns of variants.tsv that change what runs. Field names are column names."""
+
+    layout: Layout = Layout.JAGGED
+    attention_impl: AttentionImpl = AttentionImpl.VARLEN
+    gdpa_impl: GdpaImpl = GdpaImpl.EAGER
+    self_attention: SelfAttention = SelfAttention.FULL
+    rotary: RotaryMode = RotaryMode.SEPARATE
+    norm: NormMode = NormMode.SEPARATE
+    compskip: Switch = Switch.OFF
+    pooling: Pooling = Pooling.PMA
+    sequence: Switch = Switch.ON
+    precision: Precision = Precision.BF16
+    mx_recipe: MxRecipe = MxRecipe.NONE
+    checkpointing: Checkpointing = Checkpointing.NONE
+    balance: Balance = Balance.NONE
+    compile: Switch = Switch.OFF
+    optimizer: OptimizerMode = OptimizerMode.FOREACH
+
+    def __post_init__(self):
+        if self.layout is Layout.PADDED:
+            if self.attention_impl is not AttentionImpl.PADDED:
+                raise ValueError(
+                    f"layout: padded runs on attention_impl padded only, got {self.attention_impl.value!r}; "
+                    "allowed: padded, or layout jagged"
+                )
+            if self.gdpa_impl is not GdpaImpl.EAGER:
+                raise ValueError(f"layout: padded runs on gdpa_impl eager only, got {self.gdpa_impl.value!r}")
+        if (self.precision is Precision.BF16) != (self.mx_recipe is MxRecipe.NONE):
+            raise ValueError(
+                f"mx_recipe: {self.mx_recipe.value!r} does not go with precision {self.precision.value!r}; "
+                "precision bf16 takes mx_recipe none, every other precision a recipe"
+            )
+
+
+TOGGLE_TYPES: dict[str, type[StrEnum]] = {
+    "layout": Layout,
+    "attention_impl": AttentionImpl,
+    "gdpa_impl": GdpaImpl,
+    "self_attention": SelfAttention,
+    "rotary": RotaryMode,
+    "norm": NormMode,
+    "compskip": Switch,
+    "pooling": Pooling,
+    "sequence": Switch,
+    "precision": Precision,
+    "mx_recipe": MxRecipe,
+    "checkpointing": Checkpointing,
+    "balance": Balance,
+    "compile": Switch,
+    "optimizer": OptimizerMode,
+}
+DESCRIPTIVE_COLUMNS = ("variant", "group", "base", "note")
+
+
+@dataclass(frozen=True)
+class EventSize:
+    """Size of one event type's branch: an event type has its own width, heads, depth and window.
+
+    num_layers counts from the first layer; later layers keep the branch's last summary. window w: |i - j| <= w.
+    """
+
+    width: int
+    num_heads: int
+    num_layers: int
+    window: int
+
+    def __post_init__(self):
+        for name in ("width", "num_heads", "num_layers", "window"):
+            _positive(f"event size {name}", getattr(self, name))
+        if self.width % self.num_heads:
+            raise ValueError(f"event size: width {self.width} is not divisible by num_heads {self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"event size: head_dim {self.head_dim} is odd; rotary turns pairs, so it must be even")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the miniature GEM. `events` is dealt to the data's event types in the manifest's order, cyclically."""
+
+    width: int
+    num_layers: int
+    events: tuple[EventSize, ...]
+    num_tokens: int
+    num_summary: int
+    num_kv: int
+    num_seeds: int
+    num_hsp_seeds: int
+    kron_rank: int
+    num_experts: int
+    expert_rank: int
+    expert_hidden: int
+    head_hidden: int
+    dense_hidden: int
+    table_dim: int
+    block_size: int = 64
+    time_scale: float = 3600.0
+    gdpa_activation: str = "gelu_tanh"
+
+    def __post_init__(self):
+        for item in dataclasses.fields(self):
+            if item.type == "int":
+                _positive(f"model {item.name}", getattr(self, item.name))
+        if not self.events:
+            raise ValueError("model events: empty; at least one event size is needed")
+        if self.num_tokens % (2 * self.num_experts):
+            raise ValueError(
+                f"model num_tokens: {self.num_tokens} is not divisible by 2 x num_experts {self.num_experts}; each expert "
+                "gives num_tokens / num_experts tokens, one half of them interactions, the other linear"
+            )
+        if self.time_scale <= 0:
+            raise ValueError(f"model time_scale: {self.time_scale} seconds; must be > 0")
+        deepest = max(size.num_layers for size in self.events)
+        if deepest > self.num_layers:
+            raise ValueError(f"model events: a branch has {deepest} layers, the model only {self.num_layers}")
+
+
+def _positive(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: {value!r} is not an integer; must be an integer >= 1")
+    if value < 1:
+        raise ValueError(f"{name}: {value} is out of range; must be an integer >= 1")
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # a variant with three seeds in seconds on one CPU core
+    "smoke": ModelConfig(
+        width=32, num_layers=2, events=(EventSize(32, 2, 2, 32), EventSize(16, 1, 2, 32), EventSize(16, 1, 1, 16)),
+        num_tokens=8, num_summary=4, num_kv=16, num_seeds=4, num_hsp_seeds=8, kron_rank=2, num_experts=2, expert_rank=4,
+        expert_hidden=64, head_hidden=32, dense_hidden=32, table_dim=16,
+    ),
+    # a seed in at most 20 s on a GPU
+    "quality": ModelConfig(
+        width=128, num_layers=4, events=(EventSize(128, 2, 4, 64), EventSize(64, 1, 4, 64), EventSize(64, 1, 2, 32)),
+        num_tokens=16, num_summary=8, num_kv=64, num_seeds=8, num_hsp_seeds=32, kron_rank=4, num_experts=2,
+        expert_rank=16, expert_hidden=512, head_hidden=128, dense_hidden=128, table_dim=64,
+    ),
+    # the size that one H200 trains at local batch 1024
+    "base": ModelConfig(
+        width=512, num_layers=4, events=(EventSize(512, 4, 4, 100), EventSize(512, 4, 2, 100), EventSize(256, 2, 2, 50)),
+        num_tokens=64, num_summary=16, num_kv=128, num_seeds=32, num_hsp_seeds=128, kron_rank=8, num_experts=2,
+        expert_rank=32, expert_hidden=4096, head_hidden=512, dense_hidden=512, table_dim=128,
+    ),
+    # several GPUs
+    "large": ModelConfig(
+        width=1024, num_layers=8,
+        events=(EventSize(1024, 8, 8, 100), EventSize(512, 4, 8, 100), EventSize(512, 4, 4, 50)),
+        num_tokens=64, num_summary=16, num_kv=256, num_seeds=32, num_hsp_seeds=256, kron_rank=8, num_experts=8,
+        expert_rank=64, expert_hidden=8192, head_hidden=1024, dense_hidden=1024, table_dim=256,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Constants of the training loop. Rates are per optimiser, warm-up is linear in steps, clipping is by global norm."""
+
+    batch_size: int = 128
+    epochs: int = 1
+    dense_lr: float = 2e-3
+    table_lr: float = 5e-2
+    weight_decay: float = 1e-2
+    clip_norm: float = 1.0
+    warmup_share: float = 0.1
+    seeds: tuple[int, ...] = (0, 1, 2)
+    eval_batch_size: int = 512
+
+    def __post_init__(self):
+        for name in ("batch_size", "epochs", "eval_batch_size"):
+            _positive(f"train {name}", getattr(self, name))
+        for name in ("dense_lr", "table_lr", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"train {name}: {getattr(self, name)!r}; must be > 0")
+        if not 0 <= self.warmup_share <= 1:
+            raise ValueError(f"train warmup_share: {self.warmup_share!r}; must be in [0, 1]")
+        if not self.seeds:
+            raise ValueError("train seeds: empty; at least one seed is needed")
+        for seed in self.seeds:
+            if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+                raise ValueError(f"train seeds: {seed!r} is not an integer >= 0")
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """What the toggles run as in this tier: names known to `kernels`, or "varlen_attn" (torch's own)."""
+
+    attention: str = "eager"
+    gdpa: str = "eager"
+    block_attention: str = "eager"
+    norm: str = "eager"
+    compile: str = "eager"
+    optimizer: str = "foreach"
+
+
+@dataclass(frozen=True)
+class Config:
+    """One variant in one tier at one size."""
+
+    variant: str
+    toggles: Toggles
+    model: ModelConfig
+    train: TrainConfig
+    implementations: Implementations
+    preset: str
+    tier: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    row: dict[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def from_variant(row: dict, tier: dict, preset: str | None = None) -> Config:
+        """Config of a row of variants.tsv in a tier.
+
+        row: column -> value, all strings. tier: the parsed <tier>.yaml. preset None: the tier's own. ValueError names the
+        variant, the column and what is allowed.
+        """
+        variant = row.get("variant")
+        if not variant:
+            raise ValueError("variants: a row without an id in column 'variant'")
+        unknown = [name for name in row if name not in TOGGLE_TYPES and name not in DESCRIPTIVE_COLUMNS]
+        if unknown:
+            allowed = ", ".join((*DESCRIPTIVE_COLUMNS, *TOGGLE_TYPES))
+            raise ValueError(f"variant {variant}: unknown column {unknown[0]!r}; allowed: {allowed}")
+        missing = [name for name in TOGGLE_TYPES if name not in row]
+        if missing:
+            raise ValueError(f"variant {variant}: column {missing[0]!r} is missing; needed: {', '.join(TOGGLE_TYPES)}")
+        values = {}
+        for name, kind in TOGGLE_TYPES.items():
+            try:
+                values[name] = kind(row[name])
+            except ValueError:
+                allowed = ", ".join(member.value for member in kind)
+                raise ValueError(
+                    f"variant {variant}: column {name!r} has unknown value {row[name]!r}; allowed: {allowed}"
+                ) from None
+        try:
+            toggles = Toggles(**values)
+        except ValueError as error:
+            raise ValueError(f"variant {variant}: {error}") from None
+        preset = preset or tier.get("preset")
+        if preset not in PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(PRESETS)}")
+        device = tier.get("device", "cpu")
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"tier {tier.get('tier')}: unknown device {device!r}; allowed: cpu, cuda")
+        dtype = tier.get("dtype", "float32")
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"tier {tier.get('tier')}: unknown dtype {dtype!r}; allowed: float32, bfloat16")
+        return Config(
+            variant=variant,
+            toggles=toggles,
+            model=PRESETS[preset],
+            train=_train_config(tier),
+            implementations=_implementations(toggles, tier),
+            preset=preset,
+            tier=str(tier.get("tier", "")),
+            device=device,
+            dtype=dtype,
+            row=dict(row),
+        )
+
+    def to_dict(self) -> dict:
+        """Plain dictionary for records and summaries."""
+        plain = dataclasses.asdict(self)
+        plain["toggles"] = {name: value.value for name, value in plain["toggles"].items()}
+        return plain
+
+    def event_size(self, index: int) -> EventSize:
+        """Size of the index-th event type of the data."""
+        return self.model.events[index % len(self.model.events)]
+
+
+TRAIN_KEYS_OF_OTHERS = ("variants",)
+
+
+def _train_config(tier: dict) -> TrainConfig:
+    given = dict(tier.get("train") or {})
+    known = {item.name for item in dataclasses.fields(TrainConfig)}
+    for name in given:
+        if name not in known and name not in TRAIN_KEYS_OF_OTHERS:
+            raise ValueError(f"tier {tier.get('tier')}: unknown key train.{name}; allowed: {', '.join(sorted(known))}")
+    values = {name: value for name, value in given.items() if name in known}
+    if "seeds" in values:
+        seeds = values["seeds"]
+        values["seeds"] = tuple(seeds) if isinstance(seeds, (list, tuple)) else (seeds,)
+    return TrainConfig(**values)
+
+
+def _implementations(toggles: Toggles, tier: dict) -> Implementations:
+    table = tier.get("implementations")
+    if not isinstance(table, dict):
+        raise ValueError(f"tier {tier.get('tier')}: key 'implementations' is missing; it says what a toggle runs as")
+    # name in the tier -> the toggle that keys it. The generation of the softmax kernels also picks the block attention.
+    keys = {
+        "attention": toggles.attention_impl,
+        "gdpa": toggles.gdpa_impl,
+        "block_attention": toggles.attention_impl,
+        "norm": toggles.norm,
+        "compile": toggles.compile,
+        "optimizer": toggles.optimizer,
+    }
+    values = {}
+    for name, toggle in keys.items():
+        choices = table.get(name)
+        if not isinstance(choices, dict) or toggle.value not in choices:
+            raise ValueError(f"tier {tier.get('tier')}: implementations.{name} has no entry for {toggle.value!r}")
+        values[name] = str(choices[toggle.value])
+    return Implementations(**values)
+
+
+def load_tier(name: str, root: Path = ROOT) -> dict:
+    """The parsed config/<name>.yaml. ValueError names the tiers that exist."""
+    path = root / "config" / f"{name}.yaml"
+    if not path.is_file():
+        allowed = sorted(item.stem for item in (root / "config").glob("*.yaml"))
+        raise ValueError(f"unknown tier {name!r}; allowed: {', '.join(allowed)}")
+    with path.open() as handle:
+        tier = yaml.safe_load(handle)
+    if not isinstance(tier, dict):
+        raise ValueError(f"tier {name}: {path} holds no mapping")
+    tier.setdefault("tier", name)
+    return tier
+
+
+def load_variants(root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """config/variants.tsv as id -> row."""
+    path = root / "config" / "variants.tsv"
+    if not path.is_file():
+        raise ValueError(f"variants: {path} does not exist")
+    with path.open(newline="") as handle:
+        rows = [
+            row
+            for row in csv.DictReader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
+            if not (row.get("variant") or "").startswith("#")
+        ]
+    table = {}
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(f"variants: row {row.get('variant')!r} has another number of columns than the header")
+        if row["variant"] in table:
+            raise ValueError(f"variants: id {row['variant']!r} occurs twice")
+        table[row["variant"]] = row
+    return table
+
+
+def load(variant: str, tier: str, preset: str | None = None, root: Path = ROOT) -> Config:
+    """Config by names. Unknown variant, tier or preset is a ValueError that lists what exists."""
+    parsed = load_tier(tier, root)
+    variants = load_variants(root)
+    if variant not in variants:
+        raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(variants)}")
+    return Config.from_variant(variants[variant], parsed, preset)

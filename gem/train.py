@@ -1,0 +1,350 @@
+"""Train one variant: python -m gem.train --variant full --tier smoke --data DIR --output DIR
+
+One process trains the variant once per seed, so that imports are paid for once. It leaves in the output folder: summary.json
+(every seed and the spread over seeds), seed<N>/metrics.jsonl (a line a step, the evaluation last) and, with --record, a part
+of the tier's records. With --resume, finished seeds are kept and an interrupted one continues from its checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gem import checkpoint, checkpointing, evaluate, hardware, metrics, report
+from gem import compile as compilation
+from gem import config as configuration
+from gem.config import Config, Precision
+from gem.counts import Counts
+from gem.dataset import Batch, Split
+from gem.diagnose import first_bad_tensor
+from gem.heads import loss_sums, normalised_loss
+from gem.model import GEM
+from gem.optim import Optimizers
+from gem.progress import Progress
+
+WARMUP_STEPS = 3  # steps left out of throughput: allocation, autotuning and compilation happen there
+
+
+class DivergedError(RuntimeError):
+    """Loss or gradient is NaN or infinite: names step, variant, seed and the first bad tensor."""
+
+
+@dataclasses.dataclass
+class Data:
+    """Both splits of one dataset, read once for all seeds."""
+
+    train: Split
+    eval: Split
+
+    @staticmethod
+    def open(directory: str | Path) -> Data:
+        return Data(Split(directory, "train"), Split(directory, "eval"))
+
+
+def build(config: Config, data: Data, seed: int, device: torch.device) -> GEM:
+    """A model with everything put on from outside, in the documented order. The seed fixes its first parameters."""
+    torch.manual_seed(seed)
+    model = GEM(config, data.train.schema)
+    model.heads.start_at({task: _base_rate(data.train, task) for task in data.train.schema.tasks})
+    model.to(device)
+    if config.toggles.precision is not Precision.BF16:
+        from gem import precision
+
+        precision.apply(model, config)
+    compilation.apply(model, config.implementations.compile)
+    return checkpointing.apply(model, config.toggles.checkpointing)
+
+
+def _base_rate(split: Split, task: str) -> float:
+    weights = split.weights[task]
+    return float((split.labels[task] * weights).sum() / max(weights.sum(), 1.0))
+
+
+def train_seed(
+    config: Config,
+    data: Data,
+    seed: int,
+    output: Path,
+    device: torch.device,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 500,
+    keep_checkpoint: bool = False,
+    quiet: bool = False,
+) -> dict:
+    """Train one seed and evaluate it; returns the seed's results, which are also the last line of metrics.jsonl."""
+    output.mkdir(parents=True, exist_ok=True)
+    result_path, checkpoint_path, log_path = output / "result.json", output / "checkpoint.pt", output / "metrics.jsonl"
+    train = config.train
+    per_epoch = data.train.num_rows // train.batch_size
+    if per_epoch == 0:
+        raise ValueError(
+            f"dataset {data.train.directory}: too few rows: {data.train.num_rows} rows do not fill one batch of {train.batch_size}"
+        )
+    total_steps = steps if steps is not None else train.epochs * per_epoch
+    identity = {
+        "variant": config.variant,
+        "seed": seed,
+        "preset": config.preset,
+        "total_steps": total_steps,
+        "batch_size": train.batch_size,
+        "dataset": data.train.schema.name,
+        "rows": data.train.num_rows,
+    }
+    if resume and result_path.is_file():
+        saved = json.loads(result_path.read_text())
+        if saved.get("identity") == identity:
+            return saved
+    result_path.unlink(missing_ok=True)
+    model = build(config, data, seed, device)
+    optimizers = Optimizers(model, config, total_steps)
+    first, times, losses = 0, [], []
+    if resume and checkpoint_path.is_file():
+        state = checkpoint.load(checkpoint_path, identity)
+        model.load_state_dict(state["model"])
+        optimizers.load_state_dict(state["optimizers"])
+        checkpoint.set_random_state(state["random"], device)
+        first, times, losses = state["step"], list(state["times"]), list(state["losses"])
+    _cut_log(log_path, first)
+    hardware.reset_peak_memory(device)
+    flops, samples = 0, 0
+    model.train()
+    with (
+        log_path.open("a") as log,
+        Progress(total_steps, "steps", f"{config.variant} seed {seed}", quiet=quiet) as progress,
+    ):
+        progress.advance(first)
+        batches = _batches(config, data.train, seed, first, total_steps, per_epoch)
+        for step, host_batch in enumerate(batches, start=first):
+            flops += model.step_flops(Counts(host_batch.size, host_batch.lengths))
+            samples += host_batch.size
+            batch = host_batch.to(device)
+            hardware.synchronize(device)
+            start = time.perf_counter()
+            loss, norm = train_step(model, optimizers, batch, config, step, seed)
+            hardware.synchronize(device)
+            times.append(time.perf_counter() - start)
+            losses.append(loss)
+            log.write(
+                json.dumps({"step": step, "loss": loss, "grad_norm": norm, "seconds": round(times[-1], 6)}) + "\n"
+            )
+            progress.advance(1, loss=loss, qps=metrics_rate(times, train.batch_size))
+            if checkpoint_every and (step + 1) % checkpoint_every == 0 and step + 1 < total_steps:
+                log.flush()
+                _save(checkpoint_path, model, optimizers, device, step + 1, times, losses, identity)
+        result = _results(config, data, model, device, times, losses, flops, samples)
+        result |= {"seed": seed, "identity": identity}
+        log.write(json.dumps({"step": total_steps, "eval": result}) + "\n")
+    if keep_checkpoint:
+        _save(checkpoint_path, model, optimizers, device, total_steps, times, losses, identity)
+    else:
+        checkpoint_path.unlink(missing_ok=True)
+    report.write_json(result_path, result)
+    return result
+
+
+def train_step(
+    model: GEM, optimizers: Optimizers, batch: Batch, config: Config, step: int, seed: int
+) -> tuple[float, float]:
+    """Forward, backward (tables are updated in it), clip and update; returns loss and dense gradient norm."""
+    with autocast(config, batch.dense.device):
+        logits = model(batch)
+    sums = loss_sums(logits, batch.labels, batch.weights)
+    loss = normalised_loss(sums, {task: weight.sum() for task, weight in batch.weights.items()})
+    value = loss.item()
+    where = f"variant {config.variant}, seed {seed}, step {step}"
+    if not math.isfinite(value):
+        raise DivergedError(f"{where}: loss is {value}; first bad tensor: {first_bad_tensor(model, batch, config)}")
+    loss.backward()
+    norm = optimizers.clip()
+    if not math.isfinite(norm):
+        bad = next(
+            (k for k, p in model.dense_parameters().items() if p.grad is not None and not p.grad.isfinite().all()), "?"
+        )
+        raise DivergedError(f"{where}: gradient norm is {norm}; first bad tensor: gradient of {bad}")
+    optimizers.step(step)
+    return value, norm
+
+
+def autocast(config: Config, device: torch.device):
+    """bfloat16 matrix products under a tier of that dtype; parameters, losses and optimiser states stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def _batches(config: Config, split: Split, seed: int, first: int, total: int, per_epoch: int):
+    step = first
+    while step < total:
+        epoch, start = divmod(step, per_epoch)
+        for batch in split.epoch(config.train.batch_size, seed, epoch, config.toggles.balance.value, start):
+            yield batch
+            step += 1
+            if step == total:
+                return
+
+
+def metrics_rate(times: Sequence[float], batch_size: int) -> float:
+    recent = times[-20:]
+    return batch_size * len(recent) / sum(recent)
+
+
+def _results(config, data, model, device, times, losses, flops, samples) -> dict:
+    warmup = min(WARMUP_STEPS, len(times) - 1)
+    rate = metrics.throughput(times, config.train.batch_size, warmup)
+    peak_memory = hardware.peak_memory_gib(device)
+    model.eval()
+
+    def forward(batch):
+        with autocast(config, device):
+            return model(batch)
+
+    start = time.perf_counter()
+    probabilities = evaluate.predict(forward, data.eval, config.train.eval_batch_size, device)
+    scores = evaluate.score(probabilities, data.eval)
+    flops_per_sample = flops / max(samples, 1)
+    peak = hardware.peak(device)
+    return {
+        **{name: _plain(score.value) for name, score in scores.items()},
+        "undefined": {name: score.reason for name, score in scores.items() if score.reason},
+        "loss": float(np.mean(losses[-max(1, len(losses) // 5) :])),
+        "qps": rate.samples_per_s,
+        "time_ms": rate.time_p50 * 1e3,
+        "time_ms_p20": rate.time_p20 * 1e3,
+        "time_ms_p80": rate.time_p80 * 1e3,
+        "warmup_steps": rate.warmup_steps,
+        "timed_steps": rate.steps,
+        "flops_per_sample": flops_per_sample,
+        "train_flops": flops_per_sample * config.train.batch_size * len(times),
+        "mfu": metrics.mfu(flops_per_sample * rate.samples_per_s, 1.0, peak.flops),
+        "peak_name": peak.name,
+        "peak_flops": peak.flops,
+        "peak_mem_gib": peak_memory,
+        "params_dense": sum(p.numel() for p in model.dense_parameters().values()),
+        "params_tables": sum(p.numel() for p in model.table_parameters().values()),
+        "eval_seconds": time.perf_counter() - start,
+    }
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _save(path, model, optimizers, device, step, times, losses, identity) -> None:
+    state = {
+        "model": model.state_dict(),
+        "optimizers": optimizers.state_dict(),
+        "random": checkpoint.random_state(device),
+        "step": step,
+        "times": times,
+        "losses": losses,
+        "identity": identity,
+    }
+    checkpoint.save(path, state)
+
+
+def _cut_log(path: Path, first: int) -> None:
+    """Drop what a killed run logged past its checkpoint."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        if entry["step"] >= first or "eval" in entry:
+            break
+        kept.append(line + "\n")
+    path.write_text("".join(kept))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m gem.train", description=__doc__.splitlines()[0])
+    p.add_argument("--variant", required=True, help="id of a row of config/variants.tsv")
+    p.add_argument("--tier", default="smoke", help="name of config/<tier>.yaml (default smoke)")
+    p.add_argument("--data", required=True, help="dataset folder made by data.synthesize or data.import_log")
+    p.add_argument("--output", required=True, help="folder for summary.json and seed<N>/")
+    p.add_argument("--preset", help=f"size of the model: {', '.join(configuration.PRESETS)} (default: the tier's)")
+    p.add_argument("--seeds", help="comma-separated, such as 0,1,2 (default: the tier's)")
+    p.add_argument("--steps", type=int, help="training steps (default: the tier's epochs)")
+    p.add_argument("--batch-size", type=int, help="samples a step (default: the tier's)")
+    p.add_argument("--resume", action="store_true", help="keep finished seeds, continue interrupted ones")
+    p.add_argument(
+        "--checkpoint-every", type=int, default=500, help="steps between checkpoints, 0 for none (default 500)"
+    )
+    p.add_argument("--keep-checkpoint", action="store_true", help="keep the final state of every seed")
+    p.add_argument("--experiment", default="train", help="name of the records (default train)")
+    p.add_argument("--case", help="case of the records (default: the dataset's name)")
+    p.add_argument(
+        "--record", metavar="TIER_FOLDER", help="write record parts under results/TIER_FOLDER (default: none)"
+    )
+    p.add_argument("--quiet", action="store_true", help="no progress")
+    return p
+
+
+def configure(arguments: argparse.Namespace) -> Config:
+    """Config of the command line; ValueError for anything unknown or out of range."""
+    config = configuration.load(arguments.variant, arguments.tier, arguments.preset)
+    changes = {}
+    if arguments.seeds is not None:
+        try:
+            changes["seeds"] = tuple(int(seed) for seed in arguments.seeds.split(","))
+        except ValueError:
+            raise ValueError(f"--seeds {arguments.seeds!r}: must be integers >= 0 separated by commas") from None
+    if arguments.batch_size is not None:
+        changes["batch_size"] = arguments.batch_size
+    if arguments.steps is not None and arguments.steps < 1:
+        raise ValueError(f"--steps {arguments.steps}: must be an integer >= 1")
+    if arguments.checkpoint_every < 0:
+        raise ValueError(f"--checkpoint-every {arguments.checkpoint_every}: must be an integer >= 0")
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        config = configure(arguments)
+        device = hardware.open_device(config.device)
+        data = Data.open(arguments.data)
+        output = Path(arguments.output)
+        results = [
+            train_seed(
+                config,
+                data,
+                seed,
+                output / f"seed{seed}",
+                device,
+                steps=arguments.steps,
+                resume=arguments.resume,
+                checkpoint_every=arguments.checkpoint_every,
+                keep_checkpoint=arguments.keep_checkpoint,
+                quiet=arguments.quiet,
+            )
+            for seed in config.train.seeds
+        ]
+        summary = report.summarise(config, data, results, device)
+        report.write_json(output / "summary.json", summary)
+        if arguments.record:
+            case = arguments.case or data.train.schema.name
+            report.record(config, summary, tier=arguments.record, experiment=arguments.experiment, case=case)
+    except (ValueError, OSError, DivergedError, NotImplementedError) as error:
+        print(f"gem.train: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(report.one_line(summary))
+    return 0
+
+
+if __name__ == "__main__":
+    if os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.exit(main())
