@@ -314,7 +314,7 @@ def names(text: str) -> tuple[str, ...]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.import_log",
-        description="Turn an interaction log (CSV or TSV) into a dataset. A column is named, or given by position from 0.",
+        description="Turn an interaction log (CSV or TSV) into a dataset. Columns are names or positions from 0.",
     )
     add = parser.add_argument
     add("--input", required=True, type=Path, metavar="FILE")

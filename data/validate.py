@@ -160,6 +160,9 @@ def check_table(table: pa.Table, manifest: dict, path: str, first: int, clock: i
 
     for event, entry in manifest["event_types"].items():
         items, offsets = ragged(get(f"{event}_item"))
+        lengths = np.diff(offsets)
+        if lengths.max(initial=0) > entry["max_length"]:
+            fail(f"{event}_item", np.argmax(lengths), f"{lengths.max()} events; max_length is {entry['max_length']}")
         actions, action_offsets = ragged(get(f"{event}_action"))
         times, time_offsets = ragged(get(f"{event}_time"))
         for part, other in (("action", action_offsets), ("time", time_offsets)):
@@ -170,9 +173,6 @@ def check_table(table: pa.Table, manifest: dict, path: str, first: int, clock: i
                     row,
                     f"{np.diff(other)[row]} events where {event}_item has {np.diff(offsets)[row]}",
                 )
-        lengths = np.diff(offsets)
-        if lengths.max(initial=0) > entry["max_length"]:
-            fail(f"{event}_item", np.argmax(lengths), f"{lengths.max()} events; max_length is {entry['max_length']}")
         in_range(f"{event}_item", items, offsets, entry["num_items"])
         in_range(f"{event}_action", actions, offsets, entry["num_actions"])
         descends = np.diff(times) < 0
