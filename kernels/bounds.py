@@ -1,4 +1,4 @@
-"""What a chip allows: the least time of an op from tensor cores, memory, exp unit and issue slots, and which one limits.
+"""What a chip allows: the least time of an op by tensor cores, memory, exp unit and issue slots, and which one limits.
 
     tensor   FLOPs of the GEMMs that a kernel really does (scores recomputed in the backward pass, edges rounded up to
              the shape of an MMA instruction) over the dense peak of the data type
@@ -7,13 +7,13 @@
     issue    instructions between the GEMMs, 128 lanes a clock and SM (64 on the A100)
 
 The bound is the largest of these, as if they overlapped perfectly. With nominal figures nothing on that chip can be
-faster. With measured ceilings (`Ceilings`: what a plain GEMM and a plain copy reached) it is what a faultless kernel would
-reach, and that is the `expected` column of tables and claims. exp and issue always use the nominal clock; under load a
-chip clocks lower, so these two stay optimistic. Host arithmetic only: lengths in, a frozen `Bound` out.
+faster. With measured ceilings (`Ceilings`: what a plain GEMM and a plain copy reached) it is what a faultless kernel
+would reach, and that is the `expected` column of tables and claims. exp and issue always use the nominal clock; under
+load a chip clocks lower, so these two stay optimistic. Host arithmetic only: lengths in, a frozen `Bound` out.
 
-Instruction counts per score (`INSTRUCTIONS`) are for Hopper: one FP32 instruction handles one score a lane; a conversion to
-16 bits takes two scores; a special-function instruction also takes an issue slot. Left out: masks, addresses, loops,
-and with 8-bit operands the quantising of P and dS.
+Instruction counts per score (`INSTRUCTIONS`) are for Hopper: one FP32 instruction handles one score a lane; a
+conversion to 16 bits takes two scores; a special-function instruction also takes an issue slot. Left out: masks,
+addresses, loops, and with 8-bit operands the quantising of P and dS.
 """
 
 from __future__ import annotations

@@ -4,17 +4,21 @@ Every GEMM multiplies MX values along its own reduction axis and adds in float32
 
     forward    S = q k^T (head dim)      o  = P v    (keys)
     backward   dP = do v^T (head dim)    dv = P^T do (queries)    dq = dS k (keys)    dk = dS^T q (queries)
- With (1, 32) blocks each operand is quantised once for every reduction axis it meets; with (32, 32) blocks once, for
+
+With (1, 32) blocks each operand is quantised once for every reduction axis it meets; with (32, 32) blocks once, for
 all of them. Blocks along a token axis start with the sequence and end with it, so that no sequence sets another's
 scales.
- P is quantised on the fly from exp(S - row maximum), which is at most 1, so that block maxima are known from the
+
+P is quantised on the fly from exp(S - row maximum), which is at most 1, so that block maxima are known from the
 score maxima that softmax tracks anyway; the denominator is summed from the values before quantising, and divides
 after the second GEMM. The backward pass quantises P = exp(S - lse). D = rowsum(do * o), softmax itself and all
 accumulation stay in float32. Operands that the recipe leaves high are rounded to the dtype of q, which is what a
 kernel in that dtype multiplies.
- With `hadamard`, q, k, v and do are rotated along the head dimension (zero-padded to a multiple of 32). q k^T and do
+
+With `hadamard`, q, k, v and do are rotated along the head dimension (zero-padded to a multiple of 32). q k^T and do
 v^T do not change, and o, dq, dk, dv come out rotated and are rotated back. P and dS are never rotated.
- Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... and sequences with the same two
+
+Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... and sequences with the same two
 padded lengths go through together. How far a sequence is padded depends on its own lengths alone, so its result does
 not depend on the rest of the batch; with stochastic rounding (gradients) the random numbers do.
 """

@@ -1,5 +1,6 @@
 """MX number formats in plain torch: element formats, E8M0 scales, casts, random Hadamard transform, scale layout.
- An MX block is 32 (or 32 x 32) elements of 8 bits that share one scale, a power of two held as one byte (E8M0: value
+
+An MX block is 32 (or 32 x 32) elements of 8 bits that share one scale, a power of two held as one byte (E8M0: value
 2^(code - 127), code 255 = NaN). Every step here is exact arithmetic on float32, so that a CPU without any 8-bit
 hardware gives the bytes that such hardware would.
 
@@ -9,7 +10,8 @@ How the scale of a block with largest magnitude `amax` is rounded (`scale_mode`)
                                           and is then clipped: up to 12.5 % error on the largest value of the block
     ceil    2^(ceil(log2 amax) - emax)    never clips, leaves up to one bit of range unused
     rceil   2^ceil(log2(amax / max))      the smallest power of two that does not clip; the source's kernels use it
- The exponent is read from the bits of the float, never from log2 ("scales by bit manipulation rather than log2, round
+
+The exponent is read from the bits of the float, never from log2 ("scales by bit manipulation rather than log2, round
 and clamp" is one of the source's kernel ideas): log2 of a float next to a power of two may round to the wrong side.
 
 What is not finite stays visible: a block that holds an Inf or a NaN gets scale code 255 and decodes to NaN as a whole.

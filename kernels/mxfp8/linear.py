@@ -3,7 +3,8 @@
     fprop   y  = x W^T    blocks of x and W along the features in
     dgrad   dx = dy W     blocks of dy and W along the features out
     wgrad   dW = dy^T x   blocks of dy and x along the tokens
- Scales must lie along each GEMM's reduction axis (source). So each operand is quantised for each GEMM from its
+
+Scales must lie along each GEMM's reduction axis (source). So each operand is quantised for each GEMM from its
 high-precision values: scales of the other axis cannot be reused, and quantising quantised values would add error. Any
 sizes: a reduction axis that is no multiple of 32 is zero-padded inside, which changes no value.
 """

@@ -1,5 +1,6 @@
 """MX quantiser: `quantize` makes an `MXTensor` of 8-bit elements and E8M0 scales; `round_to_mx` is its round trip.
- Block scales belong to ONE axis, the one a GEMM sums over: an operand of two GEMMs is quantised twice from its
+
+Block scales belong to ONE axis, the one a GEMM sums over: an operand of two GEMMs is quantised twice from its
 high-precision values, or once in 32 x 32 blocks, which serve both orientations (source: square blocks make a tensor
 transpose-invariant, so that it is quantised once, which pays in the backward pass).
 """

@@ -1,5 +1,6 @@
 """`Recipe`: what runs in MX precision and how. `RECIPES`: the named ones that the stability study ranks.
- The source keeps low-precision training stable with four measures: a random Hadamard transform before quantising,
+
+The source keeps low-precision training stable with four measures: a random Hadamard transform before quantising,
 stochastic rounding, WGrad skipped or in higher precision, and low precision only for large GEMMs with later layers
 left in bf16. Each is one field here. `rceil` adds the non-clipping scale rule to `naive`; `hadamard`, `stochastic`,
 `wgrad_high` and `late_bf16` each add one measure to `rceil`; `full` has all of them, and square blocks in attention.
