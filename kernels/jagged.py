@@ -239,3 +239,164 @@ def sample_lengths(
         return torch.randint(low, max(low, round(high)) + 1, (batch,), generator=generator)
     draws = torch.randn(batch, generator=generator, dtype=torch.float64).exp() * (0.2 * max_len)
     return draws.round().long().clamp(1, max_len)
+
+
+def pad(values: torch.Tensor, offsets: torch.Tensor, max_len: int, value: float = 0.0) -> torch.Tensor:
+    """Packed rows [T, ...] to [B, max_len, ...], `value` where a sequence has no row. Differentiable.
+
+    A sequence longer than max_len keeps its first max_len rows; the dropped rows get a gradient of exactly zero. No
+    device synchronisation beyond the check of the offsets. Indices are 64-bit: B * max_len * row size may pass 2^31.
+    """
+    check_offsets(offsets, "offsets", values.shape[0], device=values.device)
+    if isinstance(max_len, bool) or max_len < 0:
+        raise ValueError(f"max_len: {max_len}; allowed: an integer >= 0")
+    return _pad_op(values, offsets, max_len, float(value))
+
+
+def unpad(padded: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """[B, L, ...] to packed rows [total, ...]; rows past the end and rows at positions >= L are zeros. Differentiable.
+
+    What lies in `padded` beyond a sequence's length is not read, and its gradient is exactly zero.
+    """
+    check_offsets(offsets, "offsets", total, device=padded.device, batch=padded.shape[0])
+    return _unpad_op(padded, offsets, total)
+
+
+def concatenate(
+    a: torch.Tensor, a_offsets: torch.Tensor, b: torch.Tensor, b_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join two jagged tensors sequence by sequence: first the rows of a, then those of b. Differentiable in a and b.
+
+    a [Ta, ...], b [Tb, ...] with the same B, dtype and row shape. Returns values [Ta + Tb, ...] and offsets [B + 1] in
+    a's offset dtype; where a or b have spare rows past their ends, the result's spare rows are zeros.
+    """
+    check_offsets(a_offsets, "a_offsets", a.shape[0], device=a.device)
+    check_offsets(b_offsets, "b_offsets", b.shape[0], device=b.device, batch=a_offsets.shape[0] - 1)
+    if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype or a.device != b.device:
+        raise ValueError(
+            f"b: rows {tuple(b.shape[1:])} of {b.dtype} on {b.device}; "
+            f"allowed: {tuple(a.shape[1:])} of {a.dtype} on {a.device}, as a"
+        )
+    return _concatenate_op(a, a_offsets, b, b_offsets), a_offsets + b_offsets.to(a_offsets.dtype)
+
+
+def _broadcast(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return mask.view(*mask.shape, *[1] * (like.dim() - mask.dim()))
+
+
+@torch.library.custom_op("gem_kernels::pad", mutates_args=())
+def _pad_op(values: torch.Tensor, offsets: torch.Tensor, max_len: int, value: float) -> torch.Tensor:
+    column = torch.arange(max_len, device=values.device)
+    shape = (offsets.shape[0] - 1, max_len, *values.shape[1:])
+    if values.shape[0] == 0:
+        return values.new_full(shape, value)
+    rows = offsets[:-1, None].long() + column
+    missing = column >= offsets.diff()[:, None]
+    out = values.index_select(0, rows.clamp_(max=values.shape[0] - 1).flatten()).view(shape)
+    return out.masked_fill_(_broadcast(missing, out), value)
+
+
+@_pad_op.register_fake
+def _(values, offsets, max_len, value):
+    return values.new_empty((offsets.shape[0] - 1, max_len, *values.shape[1:]))
+
+
+@torch.library.custom_op("gem_kernels::unpad", mutates_args=())
+def _unpad_op(padded: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    batch, length = padded.shape[:2]
+    if batch == 0 or length == 0:
+        return padded.new_zeros(total, *padded.shape[2:])
+    sequence, position = row_ids(offsets, total), positions(offsets, total)
+    missing = (sequence == batch) | (position >= length)
+    rows = sequence.clamp(max=batch - 1) * length + position.clamp(max=length - 1)
+    out = padded.reshape(batch * length, *padded.shape[2:]).index_select(0, rows)
+    return out.masked_fill_(_broadcast(missing, out), 0)
+
+
+@_unpad_op.register_fake
+def _(padded, offsets, total):
+    return padded.new_empty((total, *padded.shape[2:]))
+
+
+def _pad_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.total = inputs[0].shape[0]
+
+
+def _unpad_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.length = inputs[0].shape[1]
+
+
+# Each is the other's transpose, so that both gradients are gathers: no atomics and no rows left unwritten.
+_pad_op.register_autograd(
+    lambda ctx, grad: (_unpad_op(grad, ctx.saved_tensors[0], ctx.total), None, None, None), setup_context=_pad_context
+)
+_unpad_op.register_autograd(
+    lambda ctx, grad: (_pad_op(grad, ctx.saved_tensors[0], ctx.length, 0.0), None, None), setup_context=_unpad_context
+)
+
+
+def _targets(own: torch.Tensor, other: torch.Tensor, own_total: int, total: int, second: bool) -> torch.Tensor:
+    """Row of the joined tensor for each row of one part; `total` for rows past that part's end."""
+    sequence = row_ids(own, own_total)
+    ahead = other.long().roll(-1) if second else other.long()  # the second part also follows its own sequence's first
+    target = torch.arange(own_total, device=own.device) + ahead[sequence]
+    return torch.where(sequence == own.shape[0] - 1, total, target)
+
+
+@torch.library.custom_op("gem_kernels::concatenate", mutates_args=())
+def _concatenate_op(a: torch.Tensor, a_offsets: torch.Tensor, b: torch.Tensor, b_offsets: torch.Tensor) -> torch.Tensor:
+    total = a.shape[0] + b.shape[0]
+    out = a.new_zeros(total + 1, *a.shape[1:])  # the last row takes what belongs nowhere
+    out.index_copy_(0, _targets(a_offsets, b_offsets, a.shape[0], total, False), a)
+    out.index_copy_(0, _targets(b_offsets, a_offsets, b.shape[0], total, True), b)
+    return out[:-1]
+
+
+@_concatenate_op.register_fake
+def _(a, a_offsets, b, b_offsets):
+    return a.new_empty((a.shape[0] + b.shape[0], *a.shape[1:]))
+
+
+@torch.library.custom_op("gem_kernels::split", mutates_args=())
+def _split_op(
+    joined: torch.Tensor, a_offsets: torch.Tensor, b_offsets: torch.Tensor, a_total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transpose of concatenate: the rows of a and of b, zeros past their ends."""
+    total = joined.shape[0]
+    rows = torch.cat([joined, joined.new_zeros(1, *joined.shape[1:])])
+    a_rows = _targets(a_offsets, b_offsets, a_total, total, False)
+    b_rows = _targets(b_offsets, a_offsets, total - a_total, total, True)
+    return rows.index_select(0, a_rows), rows.index_select(0, b_rows)
+
+
+@_split_op.register_fake
+def _(joined, a_offsets, b_offsets, a_total):
+    rows = joined.shape[1:]
+    return joined.new_empty((a_total, *rows)), joined.new_empty((joined.shape[0] - a_total, *rows))
+
+
+def _concatenate_context(ctx, inputs, output):
+    a, a_offsets, _, b_offsets = inputs
+    ctx.save_for_backward(a_offsets, b_offsets)
+    ctx.a_total = a.shape[0]
+
+
+def _concatenate_backward(ctx, grad):
+    a_offsets, b_offsets = ctx.saved_tensors
+    da, db = _split_op(grad, a_offsets, b_offsets, ctx.a_total)
+    return da, None, db, None
+
+
+def _split_context(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1], inputs[2])
+
+
+def _split_backward(ctx, da, db):
+    a_offsets, b_offsets = ctx.saved_tensors
+    return _concatenate_op(da, a_offsets, db, b_offsets), None, None, None
+
+
+_concatenate_op.register_autograd(_concatenate_backward, setup_context=_concatenate_context)
+_split_op.register_autograd(_split_backward, setup_context=_split_context)

@@ -51,9 +51,10 @@ def _groups(q, k, q_offsets, kv_offsets, window: int | None, bias: Bias | None) 
         q_starts, o_starts = torch.zeros_like(q_lengths), torch.arange(len(q_lengths)) * q.shape[0]
     else:
         q_starts, q_lengths = _spans(q_offsets)
-    sizes = torch.stack([length_class(q_lengths), length_class(k_lengths)], dim=1)
-    classes, class_of = torch.unique(sizes, dim=0, return_inverse=True)
-    for number, (q_size, k_size) in enumerate(classes.tolist()):
+    sizes = length_class(q_lengths) << 32 | length_class(k_lengths)
+    classes, class_of = torch.unique(sizes, return_inverse=True)
+    for number, code in enumerate(classes.tolist()):
+        q_size, k_size = code >> 32, code & 0xFFFFFFFF
         unit = q.shape[1] * q_size * k_size
         if unit == 0:
             continue  # nothing to attend to: the zeros that the outputs start with
