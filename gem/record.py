@@ -57,8 +57,8 @@ class Run:
     case_row: the full row of variants.tsv or kernels.tsv. config: everything else that decided the numbers, JSON-
     able. sources: files and folders whose code made the numbers; their digest tells later whether the numbers are
     current. num_devices: GPUs used (default: WORLD_SIZE, else 1). name: run id; the default is "<experiment>-<case or
-    variant of case_row>", and a second run of the same name in one process gets "-2". The same name in a later
-    process replaces the earlier part.
+    variant of case_row>" or, in a job of the pipeline, follows the job's name. A second run of the same name in one
+    process gets "-2"; the same name in a later process replaces the earlier part.
 
     Used as a context manager: leaving it normally writes the part, leaving it by an exception writes nothing.
     """
@@ -78,7 +78,8 @@ class Run:
     ):
         self.folder = Path(results) / tier / "records" / "parts"
         self.experiment = _slug(experiment, "experiment")
-        self.run_id = _unique(_slug(name or _default_name(experiment, case_row, config), "run name"))
+        job = os.environ.get("GEM_JOB")
+        self.run_id = _unique(_slug(name or _default_name(experiment, case_row, config, job), "run name"))
         self._units = metric_units()
         self._rows: list[dict] = []
         sources = sorted(sources)
@@ -88,6 +89,7 @@ class Run:
             "run_id": self.run_id,
             "tier": tier,
             "experiment": experiment,
+            "job": job,
             "commit": commit,
             "dirty": dirty,
             "sources": sources,
@@ -237,6 +239,21 @@ def is_current(info: Mapping) -> bool:
         return False
 
 
+def already_measured(tier: str, run_id: str, case_row: Mapping, results: str | Path = "results") -> bool:
+    """True when an interrupted job goes on (GEM_RESUME=1) and the part of `run_id` is whole, current and of this
+    very row.
+    """
+    if os.environ.get("GEM_RESUME") != "1":
+        return False
+    path = Path(results) / tier / "records" / "parts" / f"{run_id}.csv"
+    meta = path.with_suffix(".json")
+    if not path.exists() or not meta.exists():
+        return False
+    info = json.loads(meta.read_text(encoding="utf-8"))
+    whole = hashlib.sha256(path.read_bytes()).hexdigest() == info.get("sha256")
+    return whole and is_current(info) and info["case_row"] == dict(case_row)
+
+
 def command_line() -> str:
     """The command of this process as a reader would type it: python -m module arguments, no absolute paths."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -281,10 +298,15 @@ def _text(value: float | None) -> str:
     return "" if value is None else format(float(value), ".9g")
 
 
-def _default_name(experiment: str, case_row: Mapping | None, config: Mapping | None) -> str:
+def _default_name(experiment: str, case_row: Mapping | None, config: Mapping | None, job: str | None) -> str:
+    prefix = experiment if job is None or job.startswith(experiment) else f"{experiment}-{job}"
+    if job and job.startswith(f"{experiment}-"):
+        return job
     for column in ("case", "variant", "id"):
         if case_row and case_row.get(column):
-            return f"{experiment}-{case_row[column]}"
+            return f"{prefix}-{case_row[column]}"
+    if job:
+        return prefix
     content = json.dumps([dict(case_row or {}), dict(config or {})], sort_keys=True, default=str)
     return f"{experiment}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import hashlib
 import json
 import sys
@@ -14,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from gem import record
+from gem import job, record
 from gem.digest import ROOT
 
 MEASURED = ROOT / "data" / "measured"
@@ -40,12 +41,26 @@ def load_parts(folder: Path, warn: Callable[[str], None] = print) -> dict[str, t
     return parts
 
 
-def merge(folder: Path, config: Path = ROOT / "config", warn: Callable[[str], None] = print) -> list[Path]:
+def merge(
+    folder: Path,
+    *,
+    experiments: Iterable[str] = (),
+    config: Path = ROOT / "config",
+    warn: Callable[[str], None] = print,
+) -> list[Path]:
     """parts/* of `folder` -> <experiment>.csv and runs.json. Returns the CSVs.
 
-    Parts of a variant or case that is no longer a row of its sheet are left out and named. Files of experiments that
-    have no part any more are removed.
+    experiments: write these CSVs only (an experiment without rows is then an error); runs.json always covers every
+    part. Without it, every experiment is written and CSVs that have no part any more are removed. Parts of a variant
+    or case that is no longer a row of its sheet are left out and named. Merges of one folder wait for one another.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".merge.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _merge(folder, list(experiments), config, warn)
+
+
+def _merge(folder: Path, wanted: list[str], config: Path, warn: Callable[[str], None]) -> list[Path]:
     ids = {name: _ids(config / f"{name}.tsv") for name in ("variants", "kernels")}
     rows, runs = defaultdict(list), {}
     for run_id, (part, info) in load_parts(folder / "parts", warn).items():
@@ -56,8 +71,13 @@ def merge(folder: Path, config: Path = ROOT / "config", warn: Callable[[str], No
         runs[run_id] = info
         for row in part:
             rows[row["experiment"]].append(row)
-    paths = _write(folder, rows, runs)
-    for path in set(folder.glob("*.csv")) - set(paths):
+    for name in wanted:
+        if name not in rows:
+            raise ValueError(
+                f"{folder / 'parts'}: no record of {name!r}; there are: {', '.join(sorted(rows)) or 'none'}"
+            )
+    paths = _write(folder, {name: rows[name] for name in wanted} if wanted else rows, runs)
+    for path in () if wanted else set(folder.glob("*.csv")) - set(paths):
         path.unlink()
     return paths
 
@@ -105,10 +125,11 @@ def freeze(source: Path, measured: Path, *, device: str | None = None, experimen
 
 
 def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple[list[str], list[str]]:
-    """Frozen runs -> parts of `folder`, as if measured here.
+    """Frozen runs -> parts of `folder` and receipts of their jobs, as if measured here.
 
-    Returns (thawed run ids, "run id: reason" of those left out). A run is thawed when its sources are unchanged and its row is still the row of its sheet: what is left is to be
-    measured.
+    Returns (thawed run ids, "run id: reason" of those left out). A run is thawed when its sources are unchanged and its
+    row is still the row of its sheet. A job all of whose runs are there gets its receipt and counts as finished; any
+    other is marked as started, so that it measures only what is left.
     """
     sheets = {name: {row[key]: row for row in _sheet(config / f"{name}.tsv")} for name, key in _KEYS.items()}
     thawed, left = [], []
@@ -123,9 +144,32 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
         if reason:
             left.append(f"{run_id}: {reason}")
         else:
-            record.write_part(folder / "parts", part, info | {"thawed_from": source.name})
+            record.write_part(folder / "parts", part, info | {"thawed_from": source.name, "job": _job_of(info)})
             thawed.append(run_id)
+    incomplete = {_job_of(info) for run_id, (_, info) in _merged(source).items() if run_id not in thawed}
+    cases = defaultdict(set)
+    for row in sheets["kernels"].values():
+        if folder.parent.name in row["tiers"].split(","):
+            cases[row["experiment"]].add(f"{row['experiment']}-{row['case']}")
+    for name in sorted({_job_of(_merged_info(folder, run_id)) for run_id in thawed}):
+        receipt = folder / "jobs" / f"{name}.json"
+        runs = job.runs_of(folder / "parts", name)
+        if name in incomplete or not cases[name] <= set(runs):
+            receipt.parent.mkdir(parents=True, exist_ok=True)
+            job.started_marker(receipt).touch()
+        else:
+            job.write_receipt(receipt, runs)
     return thawed, left
+
+
+def _job_of(info: Mapping) -> str:
+    """Job that a run belongs to; for a run made by hand, the job that would have made it."""
+    experiment = info["experiment"]
+    return info.get("job") or (info["run_id"] if experiment in ("train", "quality") else experiment)
+
+
+def _merged_info(folder: Path, run_id: str) -> dict:
+    return json.loads((folder / "parts" / f"{run_id}.json").read_text(encoding="utf-8"))
 
 
 _KEYS = {"variants": "variant", "kernels": "case"}
@@ -191,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         if verb != "merge":
             sub.add_argument("--device", required=verb == "thaw", help="folder under data/measured, such as h200")
             sub.add_argument("--measured", type=Path, default=MEASURED)
-        if verb == "freeze":
+        if verb != "thaw":
             sub.add_argument("--experiments", nargs="*", default=(), help="only these (default: all)")
     args = parser.parse_args(argv)
     try:
@@ -209,7 +253,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     folder = args.results / args.tier / "records"
     if args.verb == "merge":
-        paths = merge(folder)
+        paths = merge(folder, experiments=args.experiments)
         print(f"{folder}: {len(paths)} experiments: {', '.join(path.stem for path in paths)}")
     elif args.verb == "freeze":
         print(f"frozen into {freeze(folder, args.measured, device=args.device, experiments=args.experiments)}")

@@ -1,0 +1,403 @@
+"""What the Snakefile asks for: the checked configuration, the sheets, and which jobs, figures and tables a tier has.
+
+Everything is checked when the workflow is parsed, against workflow/schemas: an error is one line that names file, row,
+column and what is allowed, and no job has run. No torch here: a dry run must be quick.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jsonschema
+import yaml
+
+from gem.digest import ROOT, source_digest
+
+SHEETS = {  # sheet -> its id column
+    "variants": "variant",
+    "kernels": "case",
+    "figures": "id",
+    "claims": "id",
+    "metrics": "metric",
+    "experiments": "experiment",
+}
+# Modules of gem/ whose code cannot change what training computes.
+_NOT_TRAINING = "ablation claims digest expected job progress provenance record record_store workflow".split()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One tier, ready for rules.
+
+    `name` is the folder under results: the tier, with "-<dataset>" when data are imported.
+    """
+
+    tier: str
+    name: str
+    config: dict
+    dataset: Path | None
+    sheets: dict[str, dict[str, dict]] = field(repr=False)
+
+    @property
+    def results(self) -> str:
+        return f"results/{self.name}"
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self.config["device"] == "cuda"
+
+    @property
+    def variants(self) -> list[str]:
+        """Ids trained in this tier."""
+        wanted = self.config["train"]["variants"]
+        return list(self.sheets["variants"]) if wanted == "all" else list(wanted)
+
+    def variant_rows(self, *ids: str) -> list[dict]:
+        return [self.sheets["variants"][name] for name in ids]
+
+    def base_of(self, variant: str) -> str:
+        """The variant that `variant` is compared with; a baseline without one is compared with itself."""
+        return self.sheets["variants"][variant]["base"] or variant
+
+    def kernel_cases(self, experiment: str) -> list[dict]:
+        """Rows of kernels.tsv of one experiment in this tier."""
+        rows = self.sheets["kernels"].values()
+        return [row for row in rows if row["experiment"] == experiment and self.tier in row["tiers"].split(",")]
+
+    @property
+    def benches(self) -> dict[str, dict]:
+        """Rows of experiments.tsv that this tier measures."""
+        rows = self.sheets["experiments"]
+        return {name: row for name, row in rows.items() if self.tier in row["tiers"].split(",")}
+
+    def jobs(self, experiment: str) -> list[str]:
+        """Receipts of the jobs that write records of `experiment`, in this tier."""
+        folder = f"{self.results}/records/jobs"
+        jobs = [name for name, row in self.benches.items() if experiment in (name, *_split(row["also"]))]
+        receipts = [f"{folder}/{name}.json" for name in jobs]
+        if experiment == "data":
+            receipts += [f"{folder}/data.json"]
+        if experiment == "train":
+            receipts += [f"{folder}/train-{name}.json" for name in self.variants]
+        if experiment == "quality" and not self.dataset:
+            receipts += [f"{folder}/quality-{weight}-{name}.json" for weight, name in self.quality_runs]
+        return receipts
+
+    @property
+    def quality_runs(self) -> list[tuple[str, str]]:
+        """(long-range weight, variant) of the sweep over the label law; weights as they stand in paths."""
+        quality = self.config["quality"]
+        return [(f"{weight:g}", name) for weight in quality["long_range_weights"] for name in quality["variants"]]
+
+    @property
+    def experiments(self) -> list[str]:
+        """Experiments that have records in this tier, in a fixed order."""
+        names = {"data", "train", "quality", *self.benches}
+        names |= {name for row in self.benches.values() for name in _split(row["also"])}
+        return sorted(name for name in names if self.jobs(name))
+
+    # What rules need. Functions of `wildcards` are input or params functions of the rules in workflow/rules.
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one training process."""
+        return 1 if self.uses_gpu else 0
+
+    def gpus_of(self, bench: dict) -> int:
+        """GPUs of a bench: its own number, none in a CPU tier."""
+        return int(bench["gpus"]) if self.uses_gpu else 0
+
+    def sections(self, *keys: str) -> dict:
+        """Sections of the tier's configuration that a rule depends on; a change in one reruns the rule."""
+        values = dict(self.config) | {"dataset": str(self.dataset) if self.dataset else None}
+        return {key: values[key] for key in keys}
+
+    def sheet_ids(self, *sheets: str) -> dict:
+        return {name: list(self.sheets[name]) for name in sheets}
+
+    def variant_row(self, wildcards) -> dict:
+        return self.sheets["variants"][wildcards.variant]
+
+    def base_of_row(self, wildcards) -> str:
+        return self.base_of(wildcards.variant)
+
+    def receipts(self, wildcards) -> list[str]:
+        return self.jobs(wildcards.experiment)
+
+    def ablation_receipts(self, wildcards) -> list[str]:
+        names = dict.fromkeys((wildcards.variant, self.base_of(wildcards.variant)))
+        return [f"{self.results}/records/jobs/train-{name}.json" for name in names]
+
+    def data_folder(self, dataset: str) -> str:
+        """Folder of a data set: "base", "weight_<w>", or with --config dataset=PATH that folder."""
+        return str(self.dataset) if self.dataset else f"{self.results}/data/{dataset}"
+
+    def data_of_wildcards(self, wildcards) -> str:
+        """Data folder of a training rule: the sweep's where the rule has a weight, else the tier's own."""
+        weight = wildcards.get("weight")
+        return self.data_folder("base" if weight is None else f"weight_{weight}")
+
+    def data_ready(self, dataset: str) -> str:
+        """File whose existence says that a data set is complete and valid."""
+        folder = f"{self.results}/data/{dataset}"
+        return f"{folder}.checked.txt" if self.dataset else f"{folder}/manifest.json"
+
+    def data_files(self) -> list[str]:
+        weights = [] if self.dataset else dict.fromkeys(f"weight_{weight}" for weight, _ in self.quality_runs)
+        return [self.data_ready(name) for name in ("base", *weights)] + self.jobs("data")
+
+    def synthesize_arguments(self, wildcards) -> str:
+        """Command-line arguments of data.synthesize from the tier's section `data`."""
+        values = dict(self.config["data"])
+        if wildcards.dataset.startswith("weight_"):
+            values["long_range_weight"] = float(wildcards.dataset.removeprefix("weight_"))
+        return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())
+
+    def train_receipts(self) -> list[str]:
+        return self.jobs("train") + self.jobs("quality")
+
+    def ablation_reports(self) -> list[str]:
+        return [f"{self.results}/ablations/{name}.md" for name in self.variants]
+
+    def ablation_files(self, wildcards) -> list[str]:
+        return self.ablation_reports() if wildcards.run == self.name else []
+
+    # Figures and tables, of this tier and of results/frozen.
+
+    def outputs(self, run: str) -> dict[str, dict]:
+        """Figures and tables whose data exist for `run` (this tier's name, or "frozen"): id -> row.
+
+        An id needs its script, and one of its experiments measured in this tier or shipped.
+        """
+        have = shipped_experiments() | {"claims", "runs"} | (set() if run == "frozen" else set(self.experiments))
+        rows = self.drawable()
+        return {name: row for name, row in rows.items() if not _needs(row) or set(_needs(row)) & have}
+
+    def drawable(self) -> dict[str, dict]:
+        """Rows of figures.tsv whose script exists."""
+        rows = self.sheets["figures"].items()
+        return {name: row for name, row in rows if (ROOT / "figures" / f"{row['script']}.py").exists()}
+
+    def inputs_of(self, row: dict):
+        """Input function of one figure or table: the merged records that it reads."""
+
+        def inputs(wildcards) -> list[str]:
+            run, needs = wildcards.run, _needs(row)
+            if "runs" in needs:
+                needs = [*needs, *self._experiments_of(run)]
+            files = [f"results/{run}/records/{name}.csv" for name in needs if name in self._experiments_of(run)]
+            return list(dict.fromkeys(files)) + ([f"results/{run}/claims/claims.csv"] if "claims" in needs else [])
+
+        return inputs
+
+    def prefix(self, run: str, name: str) -> str:
+        return f"results/{run}/{self.category(name).lower()}s/{name}"
+
+    def category(self, name: str) -> str:
+        return "Figure" if name.startswith("F") else "Table"
+
+    def suffixes(self, name: str) -> tuple[str, ...]:
+        return (".pdf", ".svg", ".png") if name.startswith("F") else (".csv", ".md")
+
+    def output_files(self, run, name: str | None = None) -> list[str]:
+        """Files of one output or of all; `run` may be the wildcards of a rule."""
+        run = getattr(run, "run", run)
+        names = [name] if name else self.outputs(run)
+        return [self.prefix(run, item) + suffix for item in names for suffix in self.suffixes(item)]
+
+    def files(self, category: str) -> list[str]:
+        names = [name for name in self.outputs(self.name) if self.category(name) == category]
+        return [path for name in names for path in self.output_files(self.name, name)]
+
+    def _experiments_of(self, run: str) -> list[str]:
+        return self.experiments if run == self.name else sorted(shipped_experiments())
+
+    def all_records(self, wildcards) -> list[str]:
+        return [f"results/{wildcards.run}/records/{name}.csv" for name in self._experiments_of(wildcards.run)]
+
+    def shipped_files(self) -> list[str]:
+        return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "data" / "measured").glob("*/*.csv"))
+
+    def frozen_files(self) -> list[str]:
+        return [*self.output_files("frozen"), "results/frozen/claims/claims.csv", "results/frozen/paper/report.pdf"]
+
+    def default_files(self) -> list[str]:
+        """Everything of this tier; with a reader's data set, what depends on data: training and ablations."""
+        files = [*self.data_files(), *self.train_receipts(), *self.ablation_reports()]
+        if self.dataset:
+            return files
+        files += [f"{self.results}/records/checked.txt", *self.output_files(self.name)]
+        return [*files, f"{self.results}/claims/claims.csv", f"{self.results}/paper/report.pdf"]
+
+
+def load(given: dict, root: Path = ROOT) -> Settings:
+    """Settings from Snakemake's config: the tier's file and at most `dataset`.
+
+    Any other key or value is a ValueError.
+    """
+    tier = given.get("tier", "smoke")
+    tiers = sorted(path.stem for path in (root / "config").glob("*.yaml"))
+    if tier not in tiers:
+        raise ValueError(f"config: tier {tier!r} is unknown; allowed: {', '.join(tiers)}")
+    config = yaml.safe_load((root / "config" / f"{tier}.yaml").read_text(encoding="utf-8"))
+    schema = _schema("tier", root)
+    _validate(config, schema, f"config/{tier}.yaml")
+    for key, value in given.items():
+        if key not in schema["properties"] and key != "dataset":
+            allowed = ", ".join(["dataset", *schema["properties"]])
+            raise ValueError(f"config: key {key!r} is unknown; allowed: {allowed}")
+        if key != "dataset" and value != config.get(key):
+            raise ValueError(f"config: {key} differs from config/{tier}.yaml; allowed: a change in that file")
+    sheets = {name: read_sheet(name, root) for name in SHEETS}
+    _cross_check(config, sheets, tier, tiers)
+    dataset = given.get("dataset")
+    name = tier
+    if dataset:
+        dataset = Path(str(dataset))
+        if not (dataset / "manifest.json").is_file():
+            raise ValueError(
+                f"config: dataset {str(dataset)!r} has no manifest.json; allowed: a folder written by "
+                "python -m data.import_log or python -m data.synthesize"
+            )
+        name = f"{tier}-{re.sub(r'[^a-z0-9]+', '-', dataset.resolve().name.lower()).strip('-')}"
+    return Settings(tier, name, config, dataset, sheets)
+
+
+def read_sheet(name: str, root: Path = ROOT) -> dict[str, dict]:
+    """Rows of config/<name>.tsv by id, each checked against workflow/schemas/<name>.yaml."""
+    path, key = root / "config" / f"{name}.tsv", SHEETS[name]
+    label = f"config/{name}.tsv"
+    schema = _schema(name, root)
+    columns = list(schema["properties"])
+    if not path.is_file():
+        raise ValueError(f"{label}: the file is missing")
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        for column in reader.fieldnames or []:
+            if column not in columns:
+                raise ValueError(f"{label}: column {column!r} is unknown; allowed: {', '.join(columns)}")
+        for column in schema["required"]:
+            if column not in (reader.fieldnames or []):
+                raise ValueError(f"{label}: column {column!r} is missing; needed: {', '.join(schema['required'])}")
+        rows: dict[str, dict] = {}
+        for row in reader:
+            where = f"{label}: row {row[key]}"
+            if None in row or None in row.values():
+                fields = len(reader.fieldnames)
+                raise ValueError(f"{where}: has another number of fields than the header; allowed: {fields}")
+            if row[key] in rows:
+                raise ValueError(f"{where}: column {key}: the id occurs twice; allowed: unique ids")
+            _validate(row, schema, where)
+            rows[row[key]] = row
+    return rows
+
+
+def sources(kind: str) -> str:
+    """Digest of the code that decides the result of a job: "training", "generator", or paths separated by blanks.
+
+    Part of the rules' parameters, so that an edit of a module reruns what it decides and an edit of a comment does not.
+    """
+    if kind == "training":
+        modules = sorted(path.name for path in (ROOT / "gem").glob("*.py") if path.stem not in _NOT_TRAINING)
+        return source_digest("kernels", *(f"gem/{name}" for name in modules))
+    if kind == "generator":
+        others = ("import_log", "validate", "cli")
+        return source_digest(*(f"data/{p.name}" for p in (ROOT / "data").glob("*.py") if p.stem not in others))
+    present = [item for item in kind.split() if (ROOT / item).exists()]
+    return source_digest(*present) if present else ""
+
+
+def shipped_experiments() -> set[str]:
+    """Experiments with frozen records under data/measured."""
+    return {path.stem for path in (ROOT / "data" / "measured").glob("*/*.csv")}
+
+
+def shipped_digest() -> str:
+    """Digest of the frozen records, which figures, claims and report of every tier show beside their own."""
+    return _bytes_digest((ROOT / "data" / "measured").glob("*/*"))
+
+
+def text_digest(folder: str, suffixes: tuple[str, ...] = (".typ", ".bib", ".csv")) -> str:
+    """Digest of the texts of a folder, for steps that read more than Python."""
+    return _bytes_digest(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes)
+
+
+def _bytes_digest(paths: Iterable[Path]) -> str:
+    state = hashlib.sha256()
+    for path in sorted(paths):
+        state.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def _needs(row: dict) -> list[str]:
+    return [item for item in _split(row["records"]) if not item.startswith("published:")]
+
+
+def _split(text: str) -> list[str]:
+    return [item for item in re.split(r"[;,]", text) if item]
+
+
+def _schema(name: str, root: Path) -> dict:
+    path = root / "workflow" / "schemas" / f"{name}.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _validate(value: dict, schema: dict, where: str) -> None:
+    """First violation of a schema as one line."""
+    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(value), key=lambda error: list(error.path))
+    if not errors:
+        return
+    error = errors[0]
+    place = ".".join(str(item) for item in error.path)
+    if error.validator == "additionalProperties":
+        known = error.schema["properties"]
+        unknown = next(name for name in error.instance if name not in known)
+        place = f"{place}.{unknown}".lstrip(".")
+        raise ValueError(f"{where}: key {place} is unknown; allowed: {', '.join(known)}")
+    if error.validator == "required":
+        missing = next(name for name in error.validator_value if name not in error.instance)
+        raise ValueError(f"{where}: key {f'{place}.{missing}'.lstrip('.')} is missing; allowed: see its schema")
+    allowed = error.schema.get("description") or _allowed(error)
+    what = "column" if where.startswith("config/") and ".tsv" in where else "key"
+    raise ValueError(f"{where}: {what} {place}: {json.dumps(error.instance)}; allowed: {allowed}")
+
+
+def _allowed(error: jsonschema.ValidationError) -> str:
+    if error.validator == "enum":
+        return ", ".join("(empty)" if item == "" else str(item) for item in error.validator_value)
+    return f"{error.validator} {error.validator_value}"
+
+
+def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> None:
+    """References between sheets: bases, variants of a tier, experiments, tiers, figures of claims."""
+    variants = sheets["variants"]
+
+    def known(value: str, allowed, where: str) -> None:
+        if value not in allowed:
+            raise ValueError(f"{where}: {value!r} is unknown; allowed: {', '.join(allowed)}")
+
+    for name, row in variants.items():
+        if row["base"]:
+            known(row["base"], variants, f"config/variants.tsv: row {name}: column base")
+    chosen = config["train"]["variants"]
+    for name in chosen if chosen != "all" else ():
+        known(name, variants, f"config/{tier}.yaml: key train.variants")
+    for name in config["quality"]["variants"]:
+        known(name, variants, f"config/{tier}.yaml: key quality.variants")
+    for sheet in ("kernels", "experiments"):
+        for name, row in sheets[sheet].items():
+            for item in row["tiers"].split(","):
+                known(item, tiers, f"config/{sheet}.tsv: row {name}: column tiers")
+    for name, row in sheets["kernels"].items():
+        known(row["experiment"], sheets["experiments"], f"config/kernels.tsv: row {name}: column experiment")
+    for name, row in sheets["figures"].items():
+        for claim in _split(row["claims"]):
+            known(claim, sheets["claims"], f"config/figures.tsv: row {name}: column claims")
+    for name, row in sheets["claims"].items():
+        known(row["figure"], sheets["figures"], f"config/claims.tsv: row {name}: column figure")

@@ -1,0 +1,32 @@
+# Measuring jobs, one rule a row of experiments.tsv. They claim the machine: a timing beside other work is no timing.
+for name, row in RUN.benches.items():
+
+    rule:
+        name:
+            f"bench_{name}"
+        output:
+            ensure(f"{R}/records/jobs/{name}.json", non_empty=True),
+        log:
+            f"{R}/logs/bench/{name}.log",
+        benchmark:
+            f"{R}/logs/bench/{name}.benchmark.jsonl"
+        conda:
+            "../../envs/environment.yaml"
+        threads: workflow.cores
+        resources:
+            gpu=RUN.gpus_of(row),
+            mem_mb=6000,
+            runtime=int(row["minutes"]),
+        params:
+            tier=RUN.tier,
+            row=row,
+            cases=RUN.kernel_cases(name),
+            config=RUN.sections(
+                "device", "dtype", "preset", "implementations", "bench", "balance"
+            ),
+            sources=plan.sources(row["sources"]),
+        message:
+            f"Measuring {name}: {row['purpose']}"
+        shell:
+            "python -m gem.job {output} -- python -m {params.row[module]} --tier {params.tier} {params.row[arguments]}"
+            " 2>&1 | tee {log}"

@@ -1,0 +1,63 @@
+# Verdicts by rule, then the report; for this tier and for results/frozen.
+rule judge_claims:
+    input:
+        RUN.all_records,
+    output:
+        report(
+            "results/{run}/claims/claims.csv",
+            caption="../report/claims.rst",
+            category="Claims",
+            labels={"id": "claims", "title": "Claims and verdicts"},
+        ),
+    log:
+        "results/{run}/logs/claims.log",
+    benchmark:
+        "results/{run}/logs/claims.benchmark.jsonl"
+    localrule: True
+    conda:
+        "../../envs/environment.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=1000,
+        runtime=5,
+    params:
+        rules=RUN.sheets["claims"],
+        sources=plan.sources("gem/claims.py gem/expected.py"),
+        shipped=plan.shipped_digest(),
+    message:
+        "Judging the claims of the source from the records of {wildcards.run}"
+    shell:
+        "python -m gem.claims --records results/{wildcards.run}/records --measured data/measured"
+        " --output {output} > {log} 2>&1"
+
+
+rule typeset:
+    input:
+        RUN.all_records,
+        RUN.output_files,
+        RUN.ablation_files,
+        "results/{run}/claims/claims.csv",
+    output:
+        pdf=ensure("results/{run}/paper/report.pdf", non_empty=True),
+        values="results/{run}/paper/values.json",
+    log:
+        "results/{run}/logs/paper.log",
+    benchmark:
+        "results/{run}/logs/paper.benchmark.jsonl"
+    conda:
+        "../../envs/environment.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=2000,
+        runtime=10,
+    params:
+        sources=plan.sources("paper"),
+        text=plan.text_digest("paper"),
+        shipped=plan.shipped_digest(),
+    message:
+        "Typesetting the report of {wildcards.run}"
+    shell:
+        "(python -m paper.values --tier {wildcards.run} --output {output.values}"
+        " && python -m paper.build --tier {wildcards.run} --output {output.pdf}) > {log} 2>&1"
