@@ -8,6 +8,7 @@ import torch
 
 from ..registry import Case, Registry
 from ..schedule import Schedule, flatten
+from ..selection import selector, static
 from ..validation import check_attention, check_scale, check_schedule, check_window, unit_last_stride
 from .bias import Bias
 from .function import jagged_attention_op
@@ -20,10 +21,11 @@ REGISTRY.add("v1", ".v1_masked", 30)
 REGISTRY.add("eager", ".eager", 20)
 REGISTRY.add("reference", ".reference", 10)
 REGISTRY.add("padded", ".padded", 0)
+_select = selector(REGISTRY)
 
 
 def _check(q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len):
-    """Validate a call; returns (kv_offsets, scale, Case)."""
+    """Validate a call; returns (kv_offsets, scale, features)."""
     kv_offsets, kind = check_attention("jagged_attention", q, k, v, q_offsets, kv_offsets, max_q_len, max_kv_len)
     check_window("jagged_attention", window, kind)
     check_schedule("jagged_attention", schedule, q.device)
@@ -34,7 +36,7 @@ def _check(q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, sched
     scale = q.shape[-1] ** -0.5 if scale is None else check_scale("jagged_attention", scale)
     asked = {"window": window, "bias": bias, "schedule": schedule}
     features = kind | {name for name, value in asked.items() if value is not None}
-    return kv_offsets, scale, Case.of(q, features=features, max_kv_len=max_kv_len)
+    return kv_offsets, scale, features
 
 
 def jagged_attention(
@@ -71,7 +73,7 @@ def jagged_attention(
     q_offsets[-1] are exact zeros, and so are their gradients. A sequence's rows depend, bit for bit, on that sequence
     alone; exempt is the gradient of shared queries. Errors: ValueError for every bad argument, with what is allowed.
     """
-    kv_offsets, scale, case = _check(
+    kv_offsets, scale, features = _check(
         q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len
     )
     tiles, program_offsets, blocks = flatten(schedule)
@@ -88,7 +90,7 @@ def jagged_attention(
         tiles,
         program_offsets,
         blocks,
-        REGISTRY.select(impl, case).name,
+        _select(impl, *static(q), tuple(sorted(features)), None, max_kv_len),
     )
     return o
 
@@ -110,8 +112,10 @@ def explain(
     impl="auto",
 ) -> str:
     """Which implementation a call with these arguments gets, and why each of the others does not: one line each."""
-    _, _, case = _check(q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len)
-    return REGISTRY.explain(case)
+    _, _, features = _check(
+        q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len
+    )
+    return REGISTRY.explain(Case.of(q, features=features, max_kv_len=max_kv_len))
 
 
 jagged_attention.explain = explain
