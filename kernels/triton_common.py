@@ -1,11 +1,15 @@
 """What the Triton kernels of every op share: the device-side tile list and small load and store helpers.
 
-A jagged kernel gets one program per (tile of rows, head). Which tiles exist depends on offsets that live on the device, so the
-list of tiles is written there by one small kernel, and the main kernel is launched over an upper bound that follows from
-static sizes alone: sum_b ceil(l_b / block) <= (T + (B + 1) (block - 1)) / block. Programs past the real count return at once.
+A jagged kernel gets one program per (tile of rows,
+head). Which tiles exist depends on offsets that live on the device, so the
+list of tiles is written there by one small kernel,
+and the main kernel is launched over an upper bound that follows from
+static sizes alone: sum_b ceil(l_b / block) <= (T + (B + 1) (block - 1)) / block. Programs past the real
+count return at once.
 No maximum length enters, and nothing is copied to the host.
 
-Rows past offsets[-1] belong to one pseudo-sequence, number B, which has rows but no partners: the kernels write its zeros.
+Rows past offsets[-1] belong to one pseudo-sequence, number B,
+which has rows but no partners: the kernels write its zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ def _tiles_per_sequence(offsets, offsets_stride, index, batch, total, BLOCK: tl.
 def tile_list_kernel(
     offsets, offsets_stride, tiles, count, batch, total, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr
 ):  # fmt: skip
-    """tiles[i] = (sequence, tile) in the order of the rows; count[0] = number of tiles. SEQUENCES sequences a program."""
+    """tiles[i] = (sequence, tile) in the order of the rows; count[0] = their number. SEQUENCES sequences a program."""
     first = tl.program_id(0) * SEQUENCES
     lane = tl.arange(0, SEQUENCES)
     before = tl.zeros([SEQUENCES], dtype=tl.int32)
@@ -39,7 +43,7 @@ def tile_list_kernel(
     position = tl.sum(before, 0)
     mine = _tiles_per_sequence(offsets, offsets_stride, first + lane, batch, total, BLOCK)
     place = position + tl.cumsum(mine, 0) - mine
-    for tile in range(0, tl.max(mine, 0)):
+    for tile in range(tl.max(mine, 0)):
         here = tile < mine
         tl.store(tiles + 2 * place.to(tl.int64), first + lane, mask=here)
         tl.store(tiles + 2 * place.to(tl.int64) + 1, tile, mask=here)
@@ -56,8 +60,10 @@ def max_tiles(total: int, batch: int, block: int) -> int:
 def tile_list(offsets: torch.Tensor, total: int, block: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Tiles of `block` rows of every sequence, built on the device without a synchronisation.
 
-    offsets [B+1] int32 or int64, any stride; total = rows of the tensor (>= offsets[-1]). Returns (tiles int32 [bound, 2] of
-    (sequence, tile index), count int32 [1], bound). Entries past count are unset. Sequence B is the rest past offsets[-1].
+    offsets [B+1] int32 or int64,
+    any stride; total = rows of the tensor (>= offsets[-1]). Returns (tiles int32 [bound, 2] of
+    (sequence, tile index), count int32 [1],
+    bound). Entries past count are unset. Sequence B is the rest past offsets[-1].
     """
     batch = offsets.numel() - 1
     bound = max_tiles(total, batch, block)
@@ -81,10 +87,13 @@ def sequence_range(offsets, offsets_stride, sequence, batch, total):
 
 
 @triton.jit
-def load_rows(base, first, rows, columns, stride, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows first + rows of a sequence at `base` [length, HEAD_DIM]; MASKED: zeros from `length` on. Never past the sequence.
+def load_rows(
+    base, first, rows, columns, stride, length, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows first + rows of a sequence at `base` [length, HEAD_DIM]; MASKED: zeros from `length` on, nothing read.
 
-    64-bit row arithmetic: `first` is a scalar, so the long product is computed once a tile. Columns past HEAD_DIM give 0.
+    64-bit row arithmetic: `first` is a scalar,
+    so the long product is computed once a tile. Columns past HEAD_DIM give 0.
     """
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if MASKED:

@@ -1,9 +1,10 @@
 """Tile shapes of the Triton kernels, chosen from head_dim, dtype and phase, never from the batch.
 
-A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice, `candidates`
-what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
+A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice,
+`candidates` what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
 
-Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme, and atomic's kernel), fused (recompute), owner (owner and serial).
+Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme, and atomic's kernel), fused (recompute), owner (owner and
+serial).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from ..registry import Case
+
 PHASES = ("fwd", "fwd_tma", "dq", "dkdv", "fused", "owner")
 
 
 @dataclass(frozen=True)
 class Config:
-    """block_m query rows x block_n keys a tile; tail_n keys a step on the ragged end (0: block_n); warps, pipeline stages."""
+    """block_m query rows x block_n keys a tile; tail_n keys a step on the ragged end (0: block_n)."""
 
     block_m: int
     block_n: int
@@ -58,7 +61,8 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (256, "fused"): Config(64, 64, 8, 1),
     (256, "owner"): Config(64, 64, 8, 1),
 }
-FLOAT32 = Config(32, 32, 4, 1)  # no tensor cores: products in FP32 (ieee); small tiles keep the accumulators in registers
+# float32: no tensor cores, products in FP32 (ieee); small tiles keep the accumulators in registers.
+FLOAT32 = Config(32, 32, 4, 1)
 
 _FORCED: dict[str, Config] = {}
 
@@ -123,3 +127,19 @@ def _shared_bytes(phase: str, c: Config, width: int) -> int:
         return 2 * width * 2 * (c.block_m + c.block_n * c.num_stages)
     extra = 2 * c.block_m * c.block_n
     return 2 * width * 2 * (c.block_n + c.block_m * c.num_stages) + extra
+
+
+def unsupported(case: Case, without: tuple[str, ...] = ()) -> str | None:
+    """Why the Triton kernels cannot run `case`, or None. `without`: features that the asking implementation lacks."""
+    if case.device_type != "cuda" and not triton.knobs.runtime.interpret:
+        return f"needs a CUDA device, got {case.device_type}"
+    if case.device_type == "cuda" and case.capability < (8, 0):
+        return f"needs compute capability 8.0 or higher, got {case.capability[0]}.{case.capability[1]}"
+    if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"takes bfloat16, float16, float32, got {case.dtype}"
+    if case.device_type != "cuda" and case.dtype == torch.bfloat16:
+        return "under Triton's interpreter takes float16 and float32: its bfloat16 product is wrong"
+    if case.head_dim % 8 or not 8 <= case.head_dim <= 256:
+        return f"takes head_dim 8 to 256 in steps of 8, got {case.head_dim}"
+    missing = [feature for feature in without if feature in case.features]
+    return f"has no {missing[0]}" if missing else None

@@ -1,9 +1,9 @@
 """Backward kernels of jagged softmax attention; `triton_schemes.py` puts them together into schemes.
 
-Two walks exist, each over one sequence and head: `_dq_walk` holds a query tile and passes over the keys (3 GEMMs a pair of tiles),
-`_dkdv_walk` holds a key tile and passes over the queries (4 GEMMs, 5 when it also hands out dQ). Scores are recomputed from lse:
-p = exp2(score - lse), ds = p (dp - delta), delta = rowsum(o do). Query rows past the end load lse = +inf, so their p is 0
-without a mask.
+Two walks exist, each over one sequence and head: `_dq_walk` holds a query tile and passes over the keys (3 GEMMs a pair
+of tiles), `_dkdv_walk` holds a key tile and passes over the queries (4 GEMMs, 5 when it also hands out dQ). Scores are
+recomputed from lse: p = exp2(score - lse), ds = p (dp - delta), delta = rowsum(o do). Query rows past the end load
+lse = +inf, so their p is 0 without a mask.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import triton.language as tl
 from ..triton_common import load_rows, sequence_range, store_rows
 from .triton_forward import bias_bucket
 
+
 @triton.jit
 def delta_kernel(
-    o, do, delta, rows, heads, so_t, so_h, sdo_t, sdo_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr
+    o, do, delta, rows, heads, so_t, so_h, sdo_t, sdo_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """delta[head, row] = sum over columns of o do, float32. Program: (block of rows, head)."""
     first = (tl.program_id(0) // heads) * BLOCK
@@ -30,12 +32,13 @@ def delta_kernel(
 
 @triton.jit
 def _dq_walk(
-    dq, q_tile, do_tile, lse2, delta, k, v, lo, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table, times_k,
+    dq, q_tile, do_tile, lse2, delta, k, v, lo, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+    times_k,
     buckets, dtable,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (without the scale) of one query tile from the keys [lo, hi); with a bias, its gradient is added to dtable [buckets]."""
+    """dq (without the scale) of one query tile from the keys [lo, hi); a bias adds its gradient to dtable [buckets]."""
     step = tl.arange(0, BLOCK_N)
     for n in tl.range(lo, hi, BLOCK_N):
         k_tile = load_rows(k, n, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_D, MASKED)
@@ -63,7 +66,8 @@ def _dq_walk(
 
 @triton.jit
 def _dq_tile(
-    q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch, total_q, rows,
+    q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch,
+    total_q, rows,
     buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h, scale, scale_log2,
     sequence, first, head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
@@ -101,31 +105,38 @@ def _dq_tile(
         whole_lo = tl.maximum(lo, tl.minimum(whole_lo, hi))
         whole_hi = tl.maximum(whole_lo, tl.minimum(first + window + 1, kv_len) // BLOCK_N * BLOCK_N)
         acc = _dq_walk(
-            acc, q_tile, do_tile, lse2, d, k, v, lo, whole_lo, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+            acc, q_tile, do_tile, lse2, d, k, v, lo, whole_lo, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2,
+            window, table,
             times_k, buckets, dtable, HEAD_DIM, BLOCK_D, BLOCK_N, True, True, BIAS, PRECISION)  # fmt: skip
     else:
         whole_lo, hi = 0, kv_len
         whole_hi = kv_len // BLOCK_N * BLOCK_N
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse2, d, k, v, whole_lo, whole_hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+        acc, q_tile, do_tile, lse2, d, k, v, whole_lo, whole_hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2,
+        window, table,
         times_k, buckets, dtable, HEAD_DIM, BLOCK_D, BLOCK_N, False, False, BIAS, PRECISION)  # fmt: skip
     acc = _dq_walk(
-        acc, q_tile, do_tile, lse2, d, k, v, whole_hi, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
-        times_k, buckets, dtable, HEAD_DIM, BLOCK_D, BLOCK_N if WINDOW else TAIL_N, True, WINDOW, BIAS, PRECISION)  # fmt: skip
+        acc, q_tile, do_tile, lse2, d, k, v, whole_hi, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window,
+        table,
+        times_k, buckets, dtable, HEAD_DIM, BLOCK_D, BLOCK_N if WINDOW else TAIL_N, True, WINDOW, BIAS,
+        PRECISION)  # fmt: skip
     store_rows(dq + q_start * sdq_t + head * sdq_h, first, row, columns, sdq_t, q_len, acc * scale, HEAD_DIM)
 
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv, k_tile, v_tile, q, do, lse, delta, dq, scratch, lo, hi, q_len, kv_len, j, t_j, columns, sq_t, sdo_t, sdq_t, ss_t,
+    dk, dv, k_tile, v_tile, q, do, lse, delta, dq, scratch, lo, hi, q_len, kv_len, j, t_j, columns, sq_t, sdo_t,
+    sdq_t, ss_t,
     scale, scale_log2, window, table, times_q, buckets, fresh, final,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, MASK_ROWS: tl.constexpr,
+    MASK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk (without the scale) and dv of one key tile from the queries [lo, hi).
 
-    DQ says where dQ of the tile pair goes. 0: nowhere. 1: by atomics into `scratch` (float32, scaled). 2: there by load, add, store.
-    3: as 2, but the first key tile (`fresh`) reads nothing and the last (`final`) writes dq itself.
+    DQ says where dQ of the tile pair goes. 0: nowhere. 1: by atomics into `scratch` (float32,
+    scaled). 2: there by load,
+    add, store. 3: as 2, but the first key tile (`fresh`) reads nothing and the last (`final`) writes dq itself.
     """
     step = tl.arange(0, BLOCK_M)
     for m in tl.range(lo, hi, BLOCK_M):
@@ -170,8 +181,10 @@ def _dkdv_walk(
 
 @triton.jit
 def _dkdv_tile(
-    q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch, total_kv,
-    rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h, sdk_t, sdk_h, scale,
+    q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch,
+    total_kv,
+    rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h, sdk_t, sdk_h,
+    scale,
     scale_log2, sequence, first, head,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED_Q: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -204,19 +217,24 @@ def _dkdv_tile(
         whole_lo = tl.maximum(lo, tl.minimum(whole_lo, hi))
         whole_hi = tl.maximum(whole_lo, tl.minimum(first + window + 1, q_len) // BLOCK_M * BLOCK_M)
         acc_k, acc_v = _dkdv_walk(
-            acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, lo, whole_lo, q_len, kv_len, j, t_j, columns, sq_t, sdo_t,
-            sdq_t, ss_t, scale, scale_log2, window, table, times_q, buckets, fresh, final, HEAD_DIM, BLOCK_D, BLOCK_M, True,
+            acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, lo, whole_lo, q_len, kv_len, j, t_j,
+            columns, sq_t, sdo_t,
+            sdq_t, ss_t, scale, scale_log2, window, table, times_q, buckets, fresh, final, HEAD_DIM, BLOCK_D, BLOCK_M,
+            True,
             DQ != 0, True, BIAS, DQ, PRECISION)  # fmt: skip
     else:
         whole_lo, hi = 0, q_len
         whole_hi = q_len // BLOCK_M * BLOCK_M
     # Keys past the end only matter to dQ: their p is not 0, and p times a zero row of k is NaN once p overflows.
     acc_k, acc_v = _dkdv_walk(
-        acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, whole_lo, whole_hi, q_len, kv_len, j, t_j, columns, sq_t,
-        sdo_t, sdq_t, ss_t, scale, scale_log2, window, table, times_q, buckets, fresh, final, HEAD_DIM, BLOCK_D, BLOCK_M, False,
+        acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, whole_lo, whole_hi, q_len, kv_len, j, t_j,
+        columns, sq_t,
+        sdo_t, sdq_t, ss_t, scale, scale_log2, window, table, times_q, buckets, fresh, final, HEAD_DIM, BLOCK_D,
+        BLOCK_M, False,
         DQ != 0, False, BIAS, DQ, PRECISION)  # fmt: skip
     acc_k, acc_v = _dkdv_walk(
-        acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, whole_hi, hi, q_len, kv_len, j, t_j, columns, sq_t, sdo_t,
+        acc_k, acc_v, k_tile, v_tile, q, do, lse, delta, dq, scratch, whole_hi, hi, q_len, kv_len, j, t_j, columns,
+        sq_t, sdo_t,
         sdq_t, ss_t, scale, scale_log2, window, table, times_q, buckets, fresh, final, HEAD_DIM, BLOCK_D, BLOCK_M, True,
         DQ != 0, WINDOW, BIAS, DQ, PRECISION)  # fmt: skip
     store_rows(dk + kv_start * sdk_t + head * sdk_h, first, key, columns, sdk_t, kv_len, acc_k * scale, HEAD_DIM)
@@ -228,8 +246,10 @@ SIZES = ["batch", "total_q", "total_kv", "rows", "window", "buckets", "q_program
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, o, do, dq, lse, delta, tiles, count, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch,
-    total_q, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h, scale,
+    q, k, v, o, do, dq, lse, delta, tiles, count, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off,
+    s_time, batch,
+    total_q, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h,
+    scale,
     scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
     SHARED_Q: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -240,7 +260,8 @@ def dq_kernel(
     if place >= tl.load(count):
         return
     _dq_tile(
-        q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch, total_q, rows,
+        q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch,
+        total_q, rows,
         buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h, scale, scale_log2,
         tl.load(tiles + 2 * place), tl.load(tiles + 2 * place + 1) * BLOCK_M, head,
         HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, SHARED_Q, WINDOW, BIAS, True, PRECISION)  # fmt: skip
@@ -248,8 +269,10 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dq, scratch, dk, dv, lse, delta, tiles, count, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time,
-    batch, total_kv, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h,
+    q, k, v, do, dq, scratch, dk, dv, lse, delta, tiles, count, q_offsets, kv_offsets, table, times, sq_off, skv_off,
+    s_time,
+    batch, total_kv, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h,
+    ss_t, ss_h,
     sdk_t, sdk_h, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED_Q: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -260,16 +283,20 @@ def dkdv_kernel(
     if place >= tl.load(count):
         return
     _dkdv_tile(
-        q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch,
-        total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h, sdk_t,
+        q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time,
+        batch,
+        total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h,
+        sdk_t,
         sdk_h, scale, scale_log2, tl.load(tiles + 2 * place), tl.load(tiles + 2 * place + 1) * BLOCK_N, head,
         HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, SHARED_Q, WINDOW, BIAS, DQ, PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
 def fused_kernel(
-    q, k, v, o, do, dq, dk, dv, lse, delta, q_tiles, q_count, kv_tiles, kv_count, q_offsets, kv_offsets, table, times, dtable,
-    sq_off, skv_off, s_time, batch, total_q, total_kv, q_programs, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t,
+    q, k, v, o, do, dq, dk, dv, lse, delta, q_tiles, q_count, kv_tiles, kv_count, q_offsets, kv_offsets, table, times,
+    dtable,
+    sq_off, skv_off, s_time, batch, total_q, total_kv, q_programs, heads, rows, buckets, window, sq_t, sq_h, sk_t,
+    sk_h, sv_t,
     sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h, sdk_t, sdk_h, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
     SHARED_Q: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -281,24 +308,31 @@ def fused_kernel(
     if place < q_programs:
         if place < tl.load(q_count):
             _dq_tile(
-                q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time, batch,
-                total_q, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t, sdq_h,
+                q, k, v, o, do, dq, lse, delta, q_offsets, kv_offsets, table, times, dtable, sq_off, skv_off, s_time,
+                batch,
+                total_q, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sdo_t, sdo_h, sdq_t,
+                sdq_h,
                 scale, scale_log2, tl.load(q_tiles + 2 * place), tl.load(q_tiles + 2 * place + 1) * BLOCK_M, head,
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, TAIL_N, SHARED_Q, WINDOW, BIAS, False, PRECISION)  # fmt: skip
     else:
         place -= q_programs
         if place < tl.load(kv_count):
             _dkdv_tile(
-                q, k, v, do, dq, dq, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch,
-                total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, sdq_t, sdq_h,
-                sdk_t, sdk_h, scale, scale_log2, tl.load(kv_tiles + 2 * place), tl.load(kv_tiles + 2 * place + 1) * BLOCK_N,
+                q, k, v, do, dq, dq, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time,
+                batch,
+                total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h,
+                sdq_t, sdq_h,
+                sdk_t, sdk_h, scale, scale_log2, tl.load(kv_tiles + 2 * place),
+                tl.load(kv_tiles + 2 * place + 1) * BLOCK_N,
                 head, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, SHARED_Q, WINDOW, BIAS, 0, PRECISION)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
 def owner_kernel(
-    q, k, v, do, dq, scratch, dk, dv, lse, delta, order, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch,
-    total_q, total_kv, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h,
+    q, k, v, do, dq, scratch, dk, dv, lse, delta, order, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time,
+    batch,
+    total_q, total_kv, heads, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h,
+    ss_t, ss_h,
     sdk_t, sdk_h, scale, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED_Q: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -306,11 +340,13 @@ def owner_kernel(
     """Serial and owner schemes: program (sequence, head) walks over its key tiles; nobody else touches its dq."""
     sequence = tl.load(order + tl.program_id(0) // heads)
     head = (tl.program_id(0) % heads).to(tl.int64)
-    kv_start, kv_len = sequence_range(kv_offsets, skv_off, sequence, batch, total_kv)
+    _, kv_len = sequence_range(kv_offsets, skv_off, sequence, batch, total_kv)
     for first in tl.range(0, kv_len, BLOCK_N, num_stages=1):
         _dkdv_tile(
-            q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch,
-            total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t, ss_h, sdk_t,
+            q, k, v, do, dq, scratch, dk, dv, lse, delta, q_offsets, kv_offsets, table, times, sq_off, skv_off,
+            s_time, batch,
+            total_kv, rows, buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdo_t, sdo_h, sdq_t, sdq_h, ss_t,
+            ss_h, sdk_t,
             sdk_h, scale, scale_log2, sequence, tl.cast(first, tl.int32), head,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, SHARED_Q, WINDOW, BIAS, DQ, PRECISION)  # fmt: skip
         tl.debug_barrier()  # the next key tile reads what this one stored into the scratch

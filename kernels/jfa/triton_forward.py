@@ -1,7 +1,7 @@
 """Forward kernel of v2: softmax attention over offsets, FlashAttention-2 style, in the exp2 domain.
 
-One program owns BLOCK_M query rows of one sequence and head and walks over that sequence's keys. Whole key tiles are neither
-predicated nor masked; the ragged end and the rims of a window are separate loops. All row arithmetic is 64-bit.
+One program owns BLOCK_M query rows of one sequence and head and walks over that sequence's keys. Whole key tiles are
+neither predicated nor masked; the ragged end and the rims of a window are separate loops. All row arithmetic is 64-bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_BIAS, RELATIVE, TIME = 0, 1, 2
 
 @triton.jit
 def bias_bucket(i, j, t_i, t_j, buckets, BIAS: tl.constexpr):
-    """Bucket of every (query, key) pair: clamp(j - i + buckets // 2), or floor(log2(1 + |t_i - t_j|)) from the exponent bits."""
+    """Bucket of every (query, key) pair: clamp(j - i + buckets // 2), or floor(log2(1 + |t_i - t_j|))."""
     if BIAS == 1:
         return tl.minimum(tl.maximum(j - i + buckets // 2, 0), buckets - 1)
     else:
@@ -33,7 +33,7 @@ def _sweep(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [lo, hi) of one sequence, BLOCK_N a step. MASKED: keys past kv_len or the window do not count."""
+    """Online softmax over the keys [lo, hi) of one sequence, BLOCK_N a step. MASKED: drop those past kv_len, window."""
     step = tl.arange(0, BLOCK_N)
     for n in tl.range(lo, hi, BLOCK_N):
         k_tile = load_rows(k, n, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_D, MASKED)
@@ -71,7 +71,8 @@ def _sweep(
 
 @triton.jit(do_not_specialize=["batch", "total_q", "rows", "window", "buckets"])
 def forward_kernel(
-    q, k, v, o, lse, tiles, count, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch, total_q, heads, rows,
+    q, k, v, o, lse, tiles, count, q_offsets, kv_offsets, table, times, sq_off, skv_off, s_time, batch, total_q,
+    heads, rows,
     buckets, window, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr,
     SHARED_Q: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,20 +102,22 @@ def forward_kernel(
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     if WINDOW:
-        # Tiles outside [first - window, last + window] are never visited; those that every row sees whole are not masked.
+        # Tiles outside [first - window, last + window] are never visited; those that all rows see are not masked.
         lo = tl.maximum(first - window, 0) // BLOCK_N * BLOCK_N
         hi = tl.minimum(first + BLOCK_M + window, kv_len)
         whole_lo = (tl.maximum(first + BLOCK_M - 1 - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         whole_lo = tl.maximum(lo, tl.minimum(whole_lo, hi))
         whole_hi = tl.maximum(whole_lo, tl.minimum(first + window + 1, kv_len) // BLOCK_N * BLOCK_N)
         acc, l, m = _sweep(
-            acc, l, m, q_tile, k, v, lo, whole_lo, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table, times_k,
+            acc, l, m, q_tile, k, v, lo, whole_lo, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+            times_k,
             buckets, HEAD_DIM, BLOCK_D, BLOCK_N, True, True, BIAS, PRECISION)  # fmt: skip
         acc, l, m = _sweep(
             acc, l, m, q_tile, k, v, whole_lo, whole_hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
             times_k, buckets, HEAD_DIM, BLOCK_D, BLOCK_N, False, False, BIAS, PRECISION)  # fmt: skip
         acc, l, m = _sweep(
-            acc, l, m, q_tile, k, v, whole_hi, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table, times_k,
+            acc, l, m, q_tile, k, v, whole_hi, hi, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+            times_k,
             buckets, HEAD_DIM, BLOCK_D, BLOCK_N, True, True, BIAS, PRECISION)  # fmt: skip
     else:
         whole = kv_len // BLOCK_N * BLOCK_N
@@ -122,7 +125,8 @@ def forward_kernel(
             acc, l, m, q_tile, k, v, 0, whole, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table, times_k,
             buckets, HEAD_DIM, BLOCK_D, BLOCK_N, False, False, BIAS, PRECISION)  # fmt: skip
         acc, l, m = _sweep(
-            acc, l, m, q_tile, k, v, whole, kv_len, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table, times_k,
+            acc, l, m, q_tile, k, v, whole, kv_len, kv_len, i, t_i, columns, sk_t, sv_t, scale_log2, window, table,
+            times_k,
             buckets, HEAD_DIM, BLOCK_D, TAIL_N, True, False, BIAS, PRECISION)  # fmt: skip
 
     acc = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
@@ -157,7 +161,7 @@ def query_rows(q: torch.Tensor, q_offsets: torch.Tensor | None, kv_offsets: torc
 
 
 def forward(q, k, v, q_offsets, kv_offsets, *, scale, window, bias, max_q_len=None, max_kv_len=None, schedule=None):
-    """(o, lse) of jagged softmax attention; arguments as in `api.py`. No maximum length is used and nothing is synchronised."""
+    """(o, lse) of jagged softmax attention; arguments as in `api.py`. No maximum length, no synchronisation."""
     check_scale(scale)
     heads, head_dim = q.shape[1], q.shape[2]
     shared = q_offsets is None
@@ -170,7 +174,8 @@ def forward(q, k, v, q_offsets, kv_offsets, *, scale, window, bias, max_q_len=No
         tiles, count, bound = tile_list(row_offsets, rows, config.block_m)
         kind, table, times, buckets = bias_arguments(bias, q.device)
         forward_kernel[(bound * heads,)](
-            q, k, v, o, lse, tiles, count, row_offsets, kv_offsets, table, times, row_offsets.stride(0), kv_offsets.stride(0),
+            q, k, v, o, lse, tiles, count, row_offsets, kv_offsets, table, times, row_offsets.stride(0),
+            kv_offsets.stride(0),
             int(kind == TIME), batch, rows, heads, rows, buckets, window if window is not None else 0,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), o.stride(0), o.stride(1),
             scale * LOG2E,

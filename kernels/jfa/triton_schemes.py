@@ -60,11 +60,12 @@ class _Call:
 
     def flags(self, phase: str, *, tail: bool = True) -> dict:
         c = configs.select(phase, self.head_dim, self.q.dtype)
-        flags = dict(
-            HEAD_DIM=self.head_dim, BLOCK_D=configs.head_dim_class(self.head_dim), BLOCK_M=c.block_m, BLOCK_N=c.block_n,
-            SHARED_Q=self.shared, WINDOW=self.window is not None, BIAS=self.kind,
-            PRECISION=common.precision_of(self.q.dtype), num_warps=c.num_warps, num_stages=c.num_stages,
-        )  # fmt: skip
+        flags = {
+            "HEAD_DIM": self.head_dim, "BLOCK_D": configs.head_dim_class(self.head_dim), "BLOCK_M": c.block_m,
+            "BLOCK_N": c.block_n,
+            "SHARED_Q": self.shared, "WINDOW": self.window is not None, "BIAS": self.kind,
+            "PRECISION": common.precision_of(self.q.dtype), "num_warps": c.num_warps, "num_stages": c.num_stages,
+        }  # fmt: skip
         return flags | {"TAIL_N": c.tail} if tail else flags
 
     @property
@@ -98,7 +99,8 @@ class _Call:
         flags = self.flags("dq")
         tiles, count, bound = common.tile_list(self.offsets, self.rows, flags["BLOCK_M"])
         kernels.dq_kernel[(bound * self.heads,)](
-            self.q, self.k, self.v, self.o, self.do, self.dq, self.lse, self.delta, tiles, count, self.offsets, self.kv_offsets,
+            self.q, self.k, self.v, self.o, self.do, self.dq, self.lse, self.delta, tiles, count, self.offsets,
+            self.kv_offsets,
             *self.bias, self.dtable, *self.offset_strides, self.batch, self.rows, *self.sizes, *self.strides,
             *self.o.stride()[:2], *self.do.stride()[:2], *self.dq.stride()[:2], *self.scales, **flags,
         )  # fmt: skip
@@ -108,7 +110,8 @@ class _Call:
         total = self.k.shape[0]
         tiles, count, bound = common.tile_list(self.kv_offsets, total, flags["BLOCK_N"])
         kernels.dkdv_kernel[(bound * self.heads,)](
-            self.q, self.k, self.v, self.do, self.dq, scratch, self.dk, self.dv, self.lse, self.delta, tiles, count, self.offsets,
+            self.q, self.k, self.v, self.do, self.dq, scratch, self.dk, self.dv, self.lse, self.delta, tiles, count,
+            self.offsets,
             self.kv_offsets, *self.bias, *self.offset_strides, self.batch, total, *self.sizes, *self.strides,
             *self.do.stride()[:2], *self.dq.stride()[:2], *scratch.stride()[:2], *self.dk.stride()[:2], *self.scales,
             DQ=dq_mode, **flags,
@@ -120,8 +123,10 @@ class _Call:
         q_tiles, q_count, q_bound = common.tile_list(self.offsets, self.rows, flags["BLOCK_M"])
         kv_tiles, kv_count, kv_bound = common.tile_list(self.kv_offsets, total, flags["BLOCK_N"])
         kernels.fused_kernel[((q_bound + kv_bound) * self.heads,)](
-            self.q, self.k, self.v, self.o, self.do, self.dq, self.dk, self.dv, self.lse, self.delta, q_tiles, q_count, kv_tiles,
-            kv_count, self.offsets, self.kv_offsets, *self.bias, self.dtable, *self.offset_strides, self.batch, self.rows, total,
+            self.q, self.k, self.v, self.o, self.do, self.dq, self.dk, self.dv, self.lse, self.delta, q_tiles,
+            q_count, kv_tiles,
+            kv_count, self.offsets, self.kv_offsets, *self.bias, self.dtable, *self.offset_strides, self.batch,
+            self.rows, total,
             q_bound, *self.sizes, *self.strides, *self.o.stride()[:2], *self.do.stride()[:2], *self.dq.stride()[:2],
             *self.dk.stride()[:2], *self.scales, **flags,
         )  # fmt: skip
@@ -129,7 +134,8 @@ class _Call:
     def owners(self, dq_mode: int, scratch: torch.Tensor, order: torch.Tensor) -> None:
         total = self.k.shape[0]
         kernels.owner_kernel[((self.batch + 1) * self.heads,)](
-            self.q, self.k, self.v, self.do, self.dq, scratch, self.dk, self.dv, self.lse, self.delta, order, self.offsets,
+            self.q, self.k, self.v, self.do, self.dq, scratch, self.dk, self.dv, self.lse, self.delta, order,
+            self.offsets,
             self.kv_offsets, *self.bias, *self.offset_strides, self.batch, self.rows, total, *self.sizes, *self.strides,
             *self.do.stride()[:2], *self.dq.stride()[:2], *scratch.stride()[:2], *self.dk.stride()[:2], *self.scales,
             DQ=dq_mode, **self.flags("owner", tail=False),
@@ -180,4 +186,5 @@ def backward(
                 call.owners(2, dq, torch.arange(call.batch + 1, device=q.device))
     if call.shared:
         dq = dq.view(call.batch, *q.shape).sum(0)
-    return dq.to(q.dtype), call.dk, call.dv, None if bias is None else call.dtable.view(bias.table.shape).to(bias.table.dtype)
+    dtable = None if bias is None else call.dtable.view(bias.table.shape).to(bias.table.dtype)
+    return dq.to(q.dtype), call.dk, call.dv, dtable

@@ -1,4 +1,4 @@
-"""Compile for sm_90 what a launch function would launch, without a GPU: meta tensors in, ptxas's resource report out."""
+"""Compile for sm_90 what a launch function would launch, without a GPU: meta tensors in, ptxas's report out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ptxas says of one kernel: registers a thread, bytes of local memory (spills and stack), shared bytes a program."""
+    """What ptxas says of one kernel: registers a thread, bytes of local memory (spills, stack), shared bytes."""
 
     name: str
     registers: int
@@ -33,7 +33,9 @@ class Compiled:
 
 
 def _signature(function: JITFunction, args: tuple, kwargs: dict) -> tuple[dict, dict, dict]:
-    bound = dict(zip(function.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in function.arg_names}
+    bound = dict(zip(function.arg_names, args, strict=False)) | {
+        k: v for k, v in kwargs.items() if k in function.arg_names
+    }
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(function.params):
         value = bound[parameter.name]
@@ -65,7 +67,9 @@ def compile_launch(function: JITFunction, args: tuple, kwargs: dict, *, sass: bo
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        report = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
         code = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True).stdout if sass else ""
     usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
     return Compiled(function.__name__, usage["REG"], usage["STACK"] + usage["LOCAL"], kernel.metadata.shared, code)
