@@ -1,4 +1,5 @@
-"""Jagged attention and GDPA in MX precision, emulated: the numbers that block-scaled matrix units would produce.
+"""Attention (jagged, in blocks) and GDPA in MX precision, emulated: the numbers that block-scaled matrix units would
+produce.
 
 Every GEMM multiplies MX values along its own reduction axis and adds in float32:
 
@@ -35,12 +36,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .. import jagged
 from ..gdpa import activations
+from ..rotary.api import Rotary, apply_rotary
+from ..validation import strict_float32
 from .formats import BLOCK, Hadamard
 from .quantize import round_to_mx
 from .recipe import Recipe
 
 SOFTMAX = "softmax"
-GROUP_ELEMENTS = 2**24  # most elements of one score matrix in memory (64 MiB of float32)
+GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # most elements of one score matrix in memory (4 MiB, 512 MiB)
 
 
 def jagged_attention_mx(
@@ -64,7 +67,34 @@ def jagged_attention_mx(
     if window is not None and (window < 0 or (kv_offsets is not None and kv_offsets is not q_offsets)):
         raise ValueError(f"window: {window}; allowed: >= 0, self-attention only (kv_offsets None)")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _run(q, k, v, q_offsets, kv_offsets, SOFTMAX, scale, window, recipe)
+    return _run(q, k, v, q_offsets, kv_offsets, SOFTMAX, scale, recipe, window=window)
+
+
+def block_attention_mx(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    recipe: Recipe,
+) -> Tensor:
+    """`block_attention` with the operands that `recipe.attention` names in MX precision. Arguments as there.
+
+    Rotated tensors are rounded to their dtype before they are quantised. Each block of block_size rows counts as a
+    sequence, so that no scale spans two of them.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size: {block_size}; allowed: >= 1")
+    if rotary is not None:
+        tables = rotary.cos, rotary.sin, rotary.interleaved
+        q, k, v = (
+            apply_rotary(x, *tables) if name in rotary.on else x for name, x in zip("qkv", (q, k, v), strict=True)
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _run(q, k, v, offsets, None, SOFTMAX, scale, recipe, block_size=block_size)
 
 
 def gdpa_mx(
@@ -81,10 +111,10 @@ def gdpa_mx(
     """GDPA, act(scale q k^T) v, with the operands that `recipe.attention` names in MX precision. Arguments as in
     `gdpa`."""
     activations.get(activation)
-    return _run(q, k, v, q_offsets, kv_offsets, activation, scale, None, recipe)
+    return _run(q, k, v, q_offsets, kv_offsets, activation, scale, recipe)
 
 
-def _run(q, k, v, q_offsets, kv_offsets, activation, scale, window, recipe) -> Tensor:
+def _run(q, k, v, q_offsets, kv_offsets, activation, scale, recipe, window=None, block_size=None) -> Tensor:
     if not isinstance(recipe, Recipe):
         raise ValueError(f"recipe: {type(recipe).__name__}; allowed: mxfp8.Recipe")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -105,7 +135,7 @@ def _run(q, k, v, q_offsets, kv_offsets, activation, scale, window, recipe) -> T
     jagged.check_offsets(q_offsets, "q_offsets", q.shape[0])
     jagged.check_offsets(kv_offsets, "kv_offsets", k.shape[0], batch=q_offsets.shape[0] - 1)
     o, _ = torch.ops.gem_kernels.mx_attention(
-        q, k, v, q_offsets, kv_offsets, float(scale), window, activation, recipe.encode()
+        q, k, v, q_offsets, kv_offsets, float(scale), window, block_size, activation, recipe.encode()
     )
     return o.unflatten(0, (batch, length)) if shared else o
 
@@ -135,15 +165,27 @@ def _padded(lengths: Tensor) -> Tensor:
     return BLOCK * 2 ** torch.ceil(torch.log2(blocks.double())).long()
 
 
-def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int) -> Iterator[_Group]:
-    """All sequences with a query and a key, in groups of equal padded lengths and bounded memory."""
+def _block_offsets(offsets: Tensor, block_size: int) -> Tensor:
+    """Offsets in which every block of block_size rows, counted from its sequence's start, is a sequence."""
+    starts = offsets.long()
+    counts = (starts.diff() + block_size - 1) // block_size
+    within = torch.arange(int(counts.sum()), device=offsets.device)
+    within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.cat([starts[:-1].repeat_interleave(counts) + within * block_size, starts[-1:]])
+
+
+def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int, block_size: int | None) -> Iterator[_Group]:
+    """All sequences (or blocks) with a query and a key, in groups of equal padded lengths and bounded memory."""
+    if block_size is not None:
+        q_offsets = kv_offsets = _block_offsets(q_offsets, block_size)
+    budget = GROUP_ELEMENTS.get(q_offsets.device.type, GROUP_ELEMENTS["cuda"])
     q_starts, k_starts = q_offsets.long(), kv_offsets.long()
     q_lengths, k_lengths = q_starts.diff().cpu(), k_starts.diff().cpu()
     used = ((q_lengths > 0) & (k_lengths > 0)).nonzero().flatten()
     sizes = torch.stack([_padded(q_lengths[used]), _padded(k_lengths[used])], 1)
     for q_size, k_size in sizes.unique(dim=0).tolist():
         members = used[(sizes == torch.tensor([q_size, k_size])).all(1)]
-        for chunk in members.split(max(1, GROUP_ELEMENTS // (heads * q_size * k_size))):
+        for chunk in members.split(max(1, budget // (heads * q_size * k_size))):
             q_rows, q_valid = _rows(q_starts, q_lengths, chunk, q_size)
             k_rows, k_valid = _rows(k_starts, k_lengths, chunk, k_size)
             yield _Group(q_rows, k_rows, q_valid, k_valid)
@@ -199,10 +241,11 @@ class _Operands:
         )
 
 
-def _forward(q, k, v, q_offsets, kv_offsets, scale, window, activation, recipe) -> tuple[Tensor, Tensor]:
+@strict_float32()
+def _forward(q, k, v, q_offsets, kv_offsets, scale, window, block_size, activation, recipe) -> tuple[Tensor, Tensor]:
     o = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=torch.float32, device=q.device)
-    for group in _groups(q_offsets, kv_offsets, q.shape[1]):
+    for group in _groups(q_offsets, kv_offsets, q.shape[1], block_size):
         use = _Operands(recipe, q.dtype, q.shape[2])
         queries = use.gather(q, group.q_rows, group.q_valid)
         keys = use.gather(k, group.k_rows, group.k_valid)
@@ -221,9 +264,10 @@ def _forward(q, k, v, q_offsets, kv_offsets, scale, window, activation, recipe) 
     return o, lse
 
 
-def _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, recipe):
+@strict_float32()
+def _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, block_size, activation, recipe):
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for group in _groups(q_offsets, kv_offsets, q.shape[1]):
+    for group in _groups(q_offsets, kv_offsets, q.shape[1], block_size):
         use = _Operands(recipe, q.dtype, q.shape[2])
         queries = use.gather(q, group.q_rows, group.q_valid)
         keys = use.gather(k, group.k_rows, group.k_valid)
@@ -258,14 +302,15 @@ def _mx_attention(
     kv_offsets: Tensor,
     scale: float,
     window: int | None,
+    block_size: int | None,
     activation: str,
     recipe: str,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, q_offsets, kv_offsets, scale, window, activation, Recipe.decode(recipe))
+    return _forward(q, k, v, q_offsets, kv_offsets, scale, window, block_size, activation, Recipe.decode(recipe))
 
 
 @_mx_attention.register_fake
-def _(q, k, v, q_offsets, kv_offsets, scale, window, activation, recipe):
+def _(q, k, v, q_offsets, kv_offsets, scale, window, block_size, activation, recipe):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -283,14 +328,17 @@ def _mx_attention_backward(
     kv_offsets: Tensor,
     scale: float,
     window: int | None,
+    block_size: int | None,
     activation: str,
     recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, Recipe.decode(recipe))
+    return _backward(
+        do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, block_size, activation, Recipe.decode(recipe)
+    )
 
 
 @_mx_attention_backward.register_fake
-def _(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, activation, recipe):
+def _(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, block_size, activation, recipe):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -301,13 +349,15 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd_backward(ctx, do, _):
     grads = torch.ops.gem_kernels.mx_attention_backward(do, *ctx.saved_tensors, *ctx.options)
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 _mx_attention.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _useful_pairs(q_offsets: Tensor, kv_offsets: Tensor, window: int | None) -> int:
+def _useful_pairs(q_offsets: Tensor, kv_offsets: Tensor, window: int | None, block_size: int | None) -> int:
+    if block_size is not None:
+        q_offsets = kv_offsets = _block_offsets(q_offsets, block_size)
     q_lengths, k_lengths = q_offsets.long().diff(), kv_offsets.long().diff()
     if window is None:
         return int((q_lengths * k_lengths).sum())
@@ -316,10 +366,12 @@ def _useful_pairs(q_offsets: Tensor, kv_offsets: Tensor, window: int | None) -> 
 
 
 @register_flop_formula(torch.ops.gem_kernels.mx_attention, get_raw=True)
-def _forward_flops(q, k, v, q_offsets, kv_offsets, scale, window, *args, out_val=None, **kwargs) -> int:
-    return 4 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window)
+def _forward_flops(q, k, v, q_offsets, kv_offsets, scale, window, block_size, *args, out_val=None, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window, block_size)
 
 
 @register_flop_formula(torch.ops.gem_kernels.mx_attention_backward, get_raw=True)
-def _backward_flops(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, *args, out_val=None, **kwargs) -> int:
-    return 8 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window)
+def _backward_flops(
+    do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, block_size, *args, out_val=None, **kwargs
+) -> int:
+    return 8 * q.shape[1] * q.shape[2] * _useful_pairs(q_offsets, kv_offsets, window, block_size)

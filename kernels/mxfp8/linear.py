@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..validation import strict_float32
 from .formats import BLOCK, Hadamard
 from .quantize import round_to_mx
 from .recipe import Recipe
@@ -41,6 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, recipe: Rec
     return y if bias is None else y + bias.to(y.dtype)
 
 
+@strict_float32()
 def _low_gemm(a: Tensor, b: Tensor, a_operand: str, b_operand: str, recipe: Recipe) -> Tensor:
     """a [M, K] b[N, K]^T in float32 from MX values of both along K."""
     return _mx_values(a, a_operand, recipe) @ _mx_values(b, b_operand, recipe).T

@@ -23,13 +23,12 @@ _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Recipe:
-    """One choice of low-precision training. Immutable, hashable, and a string (`encode`) where an op's schema needs
-    one.
+    """One choice of low-precision training. Immutable, hashable; `encode` gives the string that an op's schema takes.
 
     fprop, dgrad, wgrad: which of a linear layer's three GEMMs run in MX; the others run in the dtype of the input.
     input, weight, gradient: element format of x, W and dy ("e4m3" or "e5m2"); in attention, `input` is that of q, k,
-    v and P and `gradient` that of dS and dO. block: of linear layers; attention_block: of attention; (1, 32) or (32,
-    32). scale_mode: "floor", "ceil", "rceil". hadamard: seed of the rotation along every low GEMM's reduction axis
+    v and P and `gradient` that of dS and dO. block: of linear layers, attention_block: of attention, each (1, 32) or
+    (32, 32). scale_mode: "floor", "ceil", "rceil". hadamard: seed of the rotation along every low GEMM's reduction axis
     (in attention: along the head dimension), or None. stochastic: round gradients (dy, dS, dO) stochastically.
     attention: operands of attention that are low, of q, k, v, p, ds, do; empty = attention untouched. skip_last: this
     many of the last layers keep their precision (applied by gem/precision.py).
@@ -66,6 +65,8 @@ class Recipe:
             raise ValueError(f"Recipe.attention: {unknown}; allowed: {', '.join(ATTENTION_OPERANDS)}")
         if self.skip_last < 0:
             raise ValueError(f"Recipe.skip_last: {self.skip_last}; allowed: >= 0")
+        # Written once here, so that a layer under torch.compile reads a constant.
+        object.__setattr__(self, "_text", json.dumps(asdict(self), sort_keys=True))
 
     def dtype(self, operand: str) -> torch.dtype:
         """Element dtype of an operand: "input", "weight", "gradient", or one of attention's."""
@@ -78,7 +79,7 @@ class Recipe:
 
     def encode(self) -> str:
         """JSON that `decode` turns back into an equal Recipe."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return self._text
 
     @staticmethod
     def decode(text: str) -> Recipe:
