@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-import kernels
 from gem.config import RotaryMode, SelfAttention
+from kernels import block_attention, gdpa, jagged_attention
 from kernels.jagged import row_ids
+from kernels.rotary import Rotary, apply_rotary
 
 VARLEN = "varlen_attn"  # torch.nn.attention.varlen, a peer that is not part of `kernels`
 
@@ -73,9 +74,7 @@ def event_mask(offsets: torch.Tensor, longest: int) -> torch.Tensor:
 
 
 def self_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: torch.Tensor,
     events: Events,
     *,
     kind: SelfAttention,
@@ -88,25 +87,24 @@ def self_attention(
 ) -> torch.Tensor:
     """Softmax attention of each history on itself: all pairs, |i - j| <= window, or inside blocks of block_size events.
 
-    q, k, v [T, H, D] (padded: [B, L, H, D]) are turned first, v too, as in the source's block attention.
+    qkv [T, 3, H, D] (padded: [B, L, 3, H, D]) is turned first, v too, as in the source's block attention. Fused rotary:
+    inside block attention, or else as one kernel over q, k and v. Returns [T, H, D] ([B, L, H, D]).
     """
-    fuse = rotary is RotaryMode.FUSED and kind is SelfAttention.BLOCK and events.mask is None
-    if not fuse:
-        if rotary is RotaryMode.FUSED:
-            q, k, v = kernels_rotary(q, k, v, events)
-        else:
-            q, k, v = (rotate(x, events.cos, events.sin) for x in (q, k, v))
+    fused = rotary is RotaryMode.FUSED
+    inside = fused and kind is SelfAttention.BLOCK
+    if not inside:
+        turn = apply_rotary if fused else rotate
+        qkv = turn(qkv.flatten(-3, -2), events.cos, events.sin).view(qkv.shape)
+    q, k, v = qkv.unbind(-3)
     if events.mask is not None:
         return _padded_self(q, k, v, events.mask, kind, window, block_size)
     if kind is SelfAttention.BLOCK:
-        turned = kernels.Rotary(events.cos, events.sin) if fuse else None
-        return kernels.block_attention(
-            q, k, v, events.offsets, block_size=block_size, rotary=turned, impl=block_impl, **_precision(precision)
-        )
+        tables = Rotary(events.cos, events.sin) if inside else None
+        return block_attention(q, k, v, events.offsets, block_size=block_size, rotary=tables, impl=block_impl)
     window = window if kind is SelfAttention.WINDOW else None
     if impl == VARLEN:
         return _varlen(q, k, v, events.offsets, events.offsets, events.longest, events.longest, window)
-    return kernels.jagged_attention(
+    return jagged_attention(
         q,
         k,
         v,
@@ -117,11 +115,6 @@ def self_attention(
         impl=impl,
         **_precision(precision),
     )
-
-
-def kernels_rotary(q, k, v, events: Events):
-    """Rotary of q, k and v outside attention in one pass, where the fused attention does not take it."""
-    return tuple(rotate(x, events.cos, events.sin) for x in (q, k, v))
 
 
 def pooled_attention(
@@ -140,31 +133,40 @@ def pooled_attention(
         q_offsets = torch.arange(batch + 1, device=q.device) * num_queries
         o = _varlen(queries, k, v, q_offsets, events.offsets, num_queries, events.longest, None)
         return o.view(batch, num_queries, *q.shape[1:])
-    return kernels.jagged_attention(
+    return jagged_attention(
         q, k, v, None, events.offsets, max_kv_len=events.longest, impl=impl, **_precision(precision)
     )
 
 
 def generalized_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, activation: str, impl: str, precision=None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    events: Events,
+    *,
+    activation: str,
+    scale: float,
+    impl: str,
+    precision=None,
 ) -> torch.Tensor:
-    """GDPA: activation(q k^T) v per head over the sample's generated keys.
+    """GDPA: activation(scale * q k^T) v per head over the sample's generated keys.
 
     q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D].
     """
     if events.mask is not None:
         batch = events.mask.shape[0]
         k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
-        scores = torch.einsum("blhd,bnhd->bhln", q, k)
+        scores = torch.einsum("blhd,bnhd->bhln", q, k) * scale
         return torch.einsum("bhln,bnhd->blhd", activate(scores, activation), v)
     num_kv = k.shape[0] // (events.offsets.shape[0] - 1) if events.offsets.shape[0] > 1 else 0
-    return kernels.gdpa(
+    return gdpa(
         q,
         k,
         v,
         events.offsets,
         events.kv_offsets,
         activation=activation,
+        scale=scale,
         max_q_len=events.longest,
         max_kv_len=num_kv,
         impl=impl,

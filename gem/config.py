@@ -129,6 +129,11 @@ class Toggles:
                 )
             if self.gdpa_impl is not GdpaImpl.EAGER:
                 raise ValueError(f"layout: padded runs on gdpa_impl eager only, got {self.gdpa_impl.value!r}")
+            for name in ("rotary", "norm"):
+                if getattr(self, name).value == "fused":
+                    raise ValueError(
+                        f"layout: padded runs on {name} separate only, got 'fused'; the fused ops are jagged"
+                    )
         if (self.precision is Precision.BF16) != (self.mx_recipe is MxRecipe.NONE):
             raise ValueError(
                 f"mx_recipe: {self.mx_recipe.value!r} does not go with precision {self.precision.value!r}; "
@@ -232,7 +237,7 @@ def _positive(name: str, value) -> None:
 PRESETS: dict[str, ModelConfig] = {
     # a variant with three seeds in seconds on one CPU core
     "smoke": ModelConfig(
-        width=32, num_layers=2, events=(EventSize(32, 2, 2, 32), EventSize(16, 1, 2, 32), EventSize(16, 1, 1, 16)),
+        width=32, num_layers=2, events=(EventSize(32, 1, 2, 32), EventSize(16, 1, 1, 32), EventSize(16, 1, 1, 16)),
         num_tokens=8, num_summary=4, num_kv=16, num_seeds=4, num_hsp_seeds=8, kron_rank=2, num_experts=2, expert_rank=4,
         expert_hidden=64, head_hidden=32, dense_hidden=32, table_dim=16,
     ),

@@ -1,10 +1,13 @@
-"""Norms of the model, and the L2 normalisation that bounds GDPA's scores."""
+"""Norms of the model, and the normalisation that bounds GDPA's scores."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+EPS = 1e-5
 
 
 class LayerNorm(nn.Module):
@@ -19,22 +22,21 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype)).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2)) * weight over the last dimension, dtype of the input kept."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), eps=1e-6).to(x.dtype)
+def layer_norm(x: torch.Tensor) -> torch.Tensor:
+    """LayerNorm without weights, as in the source's sequence side: float32 statistics, dtype of x kept."""
+    return F.layer_norm(x, x.shape[-1:], eps=EPS).to(x.dtype)
 
 
-class QKNorm(nn.Module):
-    """L2-normalised heads times a learned scale in (0, 1): |q . k| <= 1 by construction.
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """RMSNorm without weights: x / sqrt(mean(x^2) + eps), dtype of x kept."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
 
-    Two such tensors have scores bounded by the product of their scales; that bound is what lets a low-degree polynomial stand
-    in for GELU.
+
+class KeyNorm(nn.Module):
+    """Keys of GDPA: L2-normalised heads times a learned scale in (0, 1).
+
+    With queries whose norm over all heads is at most 1 every score then obeys |s| <= 1 by construction, and that bound is
+    what lets a low-degree polynomial stand in for GELU.
     """
 
     def __init__(self, num_heads: int):
@@ -42,6 +44,6 @@ class QKNorm(nn.Module):
         self.raw = nn.Parameter(torch.full((num_heads, 1), 3.0))  # sigmoid(3) = 0.95
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., H, D] -> the same shape and dtype, norm below 1."""
+        """x [..., H, D] -> the same shape and dtype, norm of a head below 1."""
         wide = x.float()
         return (wide * (wide.square().sum(-1, keepdim=True) + 1e-12).rsqrt() * self.raw.float().sigmoid()).to(x.dtype)

@@ -11,6 +11,7 @@ import torch
 from gem import evaluate, hardware, metrics
 from gem.config import Config
 
+_OTHERS = "ablation claims digest expected job progress provenance record record_store workflow".split()
 # metric of config/metrics.tsv -> phase
 SEED_METRICS = {
     "ne_ctr": "eval",
@@ -23,6 +24,13 @@ SEED_METRICS = {
     "mfu": "step",
 }
 MODEL_METRICS = {"flops_per_sample": "model", "train_flops": "model", "peak_mem_gib": "step"}
+
+
+# what decides the numbers: the modules that training imports
+SOURCES = (
+    "kernels",
+    *(f"gem/{path.name}" for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem not in _OTHERS),
+)
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -112,8 +120,7 @@ def record(config: Config, summary: dict, *, tier: str, experiment: str, case: s
         experiment,
         config=summary["config"],
         case_row=config.row,
-        sources=("kernels", "gem"),
-        name=f"{experiment}-{case}-{config.variant}",
+        sources=SOURCES,
         results=results,
     ) as run:
         common = {"case": case, "subject": config.variant, "impl": summary["impl"]}

@@ -12,43 +12,66 @@ from torch import nn
 
 from gem import attention
 from gem.attention import Events
-from gem.config import Config, EventSize, Pooling, SelfAttention
+from gem.config import Config, EventSize, NormMode, Pooling, SelfAttention
 from gem.counts import Counts, linear_flops, matmul_flops
-from gem.norms import LayerNorm, QKNorm, RMSNorm
-from kernels import flops
+from gem.norms import EPS, KeyNorm, layer_norm, rms_norm
+from kernels import flops, fused_norm
 
 
 class PersonalisedFeedForward(nn.Module):
     """PFFN as attention: o = act(q k^T) v + q, S <- RMSNorm(o) + S, where q = LN(S) and k, v come from the sample's summary.
 
     The source writes the personalised feed-forward as generalised dot-product attention: its two weight matrices are made
-    per sample from a summary of the non-sequence tokens, and act as keys and values.
+    per sample from a summary of the non-sequence tokens, and act as keys and values. Scores are bounded: LN gives q the norm
+    sqrt(width) over all heads, which the scale takes out, and a head's key has norm below 1, so |s| <= 1.
     """
 
     def __init__(self, config: Config, size: EventSize):
         super().__init__()
         model = config.model
-        self.size, self.num_kv = size, model.num_kv
+        self.size, self.num_kv, self.scale = size, model.num_kv, size.width**-0.5
         self.activation, self.impl, self.precision = model.gdpa_activation, config.implementations.gdpa, None
-        self.norm = LayerNorm(size.width)
+        self.fused = config.implementations.norm if config.toggles.norm is NormMode.FUSED else None
         self.mix = nn.Linear(model.num_summary, model.num_kv)
         self.keys_values = nn.Linear(model.width, 2 * size.width)
-        self.q_norm = QKNorm(size.num_heads)
-        self.k_norm = QKNorm(size.num_heads)
-        self.out_norm = RMSNorm(size.width)
+        self.key_norm = KeyNorm(size.num_heads)
 
     def forward(self, events: Events, summary: torch.Tensor) -> Events:
         """events and the summary [B, num_summary, width of X]."""
         heads = (self.size.num_heads, self.size.head_dim)
         keys = F.gelu(self.mix(summary.transpose(1, 2)).transpose(1, 2))
         k, v = self.keys_values(keys).reshape(-1, 2, *heads).unbind(1)
-        residual = self.norm(events.values)
-        q = self.q_norm(residual.unflatten(-1, heads)).to(k.dtype)
+        return events._replace(values=self.attend(events, self.key_norm(k), v, heads))
+
+    def attend(self, events: Events, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
+        """S' from S and the generated keys and values [B * num_kv, H, D]; one fused op, or norms and GDPA apart."""
+        values = events.values
+        if self.fused is not None:
+            return fused_norm.pffn(
+                values.unflatten(-1, heads),
+                k.to(values.dtype),
+                v.to(values.dtype),
+                events.offsets,
+                events.kv_offsets,
+                activation=self.activation,
+                scale=self.scale,
+                eps=EPS,
+                max_q_len=events.longest,
+                max_kv_len=self.num_kv,
+                impl=self.fused,
+            ).flatten(-2)
+        q = layer_norm(values)
         o = attention.generalized_attention(
-            q, self.k_norm(k), v, events, activation=self.activation, impl=self.impl, precision=self.precision
+            q.unflatten(-1, heads).to(k.dtype),
+            k,
+            v,
+            events,
+            activation=self.activation,
+            scale=self.scale,
+            impl=self.impl,
+            precision=self.precision,
         )
-        o = o.flatten(-2).to(residual.dtype)
-        return events._replace(values=events.values + self.out_norm(o + residual))
+        return values + rms_norm(o.flatten(-2).to(q.dtype) + q)
 
     def flops(self, counts: Counts, event: str) -> int:
         kv_lengths = torch.full_like(counts.lengths[event], self.num_kv)
@@ -68,17 +91,13 @@ class SelfAttentionBlock(nn.Module):
         self.kind, self.rotary = config.toggles.self_attention, config.toggles.rotary
         self.impl, self.block_impl = config.implementations.attention, config.implementations.block_attention
         self.precision = None
-        self.norm = LayerNorm(size.width)
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
 
     def forward(self, events: Events) -> Events:
         heads = (3, self.size.num_heads, self.size.head_dim)
-        q, k, v = self.qkv(self.norm(events.values)).unflatten(-1, heads).unbind(-3)
         o = attention.self_attention(
-            q,
-            k,
-            v,
+            self.qkv(layer_norm(events.values)).unflatten(-1, heads),
             events,
             kind=self.kind,
             window=self.size.window,
@@ -139,10 +158,8 @@ class Pooler(nn.Module):
         self.impl, self.precision = config.implementations.attention, None
         self.num_queries = model.num_hsp_seeds if self.hierarchical else model.num_seeds
         self.seeds = nn.Parameter(torch.randn(self.num_queries, size.width))
-        self.norm = LayerNorm(size.width)
         self.keys_values = nn.Linear(size.width, 2 * size.width)
         if self.hierarchical:
-            self.seed_norm = LayerNorm(size.width)
             self.query = nn.Linear(size.width, size.width)
             self.out = SumKronLinear(self.num_queries, model.num_seeds, size.width, model.width, model.kron_rank)
         else:
@@ -150,8 +167,8 @@ class Pooler(nn.Module):
 
     def forward(self, events: Events) -> torch.Tensor:
         heads = (self.size.num_heads, self.size.head_dim)
-        k, v = self.keys_values(self.norm(events.values)).unflatten(-1, (2, *heads)).unbind(-3)
-        q = self.query(self.seed_norm(self.seeds)) if self.hierarchical else self.seeds
+        k, v = self.keys_values(layer_norm(events.values)).unflatten(-1, (2, *heads)).unbind(-3)
+        q = self.query(layer_norm(self.seeds)) if self.hierarchical else self.seeds
         o = attention.pooled_attention(
             q.unflatten(-1, heads).to(k.dtype), k, v, events, impl=self.impl, precision=self.precision
         )

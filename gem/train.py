@@ -1,8 +1,8 @@
 """Train one variant: python -m gem.train --variant full --tier smoke --data DIR --output DIR
 
 One process trains the variant once per seed, so that imports are paid for once. It leaves in the output folder: summary.json
-(every seed and the spread over seeds), seed<N>/metrics.jsonl (a line a step, the evaluation last) and, with --record, a part
-of the tier's records. With --resume, finished seeds are kept and an interrupted one continues from its checkpoint, bit for bit.
+(every seed and the spread over seeds), seed<N>/metrics.jsonl (a line a step, the evaluation last) and, with --run, a part
+of that run's records. With --resume, finished seeds are kept and an interrupted one continues from its checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -273,7 +273,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--variant", required=True, help="id of a row of config/variants.tsv")
     p.add_argument("--tier", default="smoke", help="name of config/<tier>.yaml (default smoke)")
     p.add_argument("--data", required=True, help="dataset folder made by data.synthesize or data.import_log")
-    p.add_argument("--output", required=True, help="folder for summary.json and seed<N>/")
+    p.add_argument(
+        "--output", help="folder of summary.json and seed<N>/ (default results/RUN/EXPERIMENT/[CASE/]VARIANT)"
+    )
+    p.add_argument("--run", help="write a part of the records under results/RUN (default: no records)")
     p.add_argument("--preset", help=f"size of the model: {', '.join(configuration.PRESETS)} (default: the tier's)")
     p.add_argument("--seeds", help="comma-separated, such as 0,1,2 (default: the tier's)")
     p.add_argument("--steps", type=int, help="training steps (default: the tier's epochs)")
@@ -285,9 +288,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--keep-checkpoint", action="store_true", help="keep the final state of every seed")
     p.add_argument("--experiment", default="train", help="name of the records (default train)")
     p.add_argument("--case", help="case of the records (default: the dataset's name)")
-    p.add_argument(
-        "--record", metavar="TIER_FOLDER", help="write record parts under results/TIER_FOLDER (default: none)"
-    )
     p.add_argument("--quiet", action="store_true", help="no progress")
     return p
 
@@ -310,13 +310,23 @@ def configure(arguments: argparse.Namespace) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
+def output_folder(arguments: argparse.Namespace) -> Path:
+    """--output, or its default inside the results of --run."""
+    if arguments.output:
+        return Path(arguments.output)
+    if not arguments.run:
+        raise ValueError("--output is needed unless --run names a folder under results")
+    case = [arguments.case] if arguments.case else []
+    return Path("results", arguments.run, arguments.experiment, *case, arguments.variant)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         config = configure(arguments)
         device = hardware.open_device(config.device)
         data = Data.open(arguments.data)
-        output = Path(arguments.output)
+        output = output_folder(arguments)
         results = [
             train_seed(
                 config,
@@ -325,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 output / f"seed{seed}",
                 device,
                 steps=arguments.steps,
-                resume=arguments.resume,
+                resume=arguments.resume or os.environ.get("GEM_RESUME") == "1",
                 checkpoint_every=arguments.checkpoint_every,
                 keep_checkpoint=arguments.keep_checkpoint,
                 quiet=arguments.quiet,
@@ -334,9 +344,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         summary = report.summarise(config, data, results, device)
         report.write_json(output / "summary.json", summary)
-        if arguments.record:
+        if arguments.run:
             case = arguments.case or data.train.schema.name
-            report.record(config, summary, tier=arguments.record, experiment=arguments.experiment, case=case)
+            report.record(config, summary, tier=arguments.run, experiment=arguments.experiment, case=case)
     except (ValueError, OSError, DivergedError, NotImplementedError) as error:
         print(f"gem.train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
