@@ -166,8 +166,7 @@ def assert_within_eager(
     """AssertionError unless `actual` is as close to the float64 result `exact` as same-dtype `eager` is, up to
     rounding.
 
-    Shape and dtype must be those of `eager`, every element finite, and elements that are zero in both references
-    exactly zero.
+    Shape and dtype must be those of `eager`, and every element finite.
     """
     assert actual.shape == eager.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(eager.shape)}"
     assert actual.dtype == eager.dtype, f"{name}: dtype {actual.dtype}, expected {eager.dtype}"
@@ -179,8 +178,6 @@ def assert_within_eager(
     budget = error_budget(eager, exact, roundings=roundings)
     error = (actual.double() - exact.detach().double()).abs().max().item()
     assert error <= budget, f"{name}: error {error:.3e} above the budget {budget:.3e} (eager's own error plus rounding)"
-    zero_rows = (eager.detach() == 0).flatten(1).all(1) & (exact.detach() == 0).flatten(1).all(1)
-    assert bool((actual[zero_rows] == 0).all()), f"{name}: rows that must be exact zeros are not"
 
 
 @contextlib.contextmanager

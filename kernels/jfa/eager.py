@@ -43,6 +43,11 @@ def _spans(offsets: Tensor) -> tuple[Tensor, Tensor]:
     return ends[:-1], ends.diff()
 
 
+def _outside(i: Tensor, j: Tensor, window: int) -> Tensor:
+    """Pairs [Lq, Lk] farther apart than the window, on either side."""
+    return (i[:, None] - j).abs() > window
+
+
 def _groups(q, k, q_offsets, kv_offsets, window: int | None, bias: Bias | None) -> Iterator[_Group]:
     device, shared = q.device, q_offsets is None
     k_starts, k_lengths = _spans(kv_offsets)
@@ -69,7 +74,7 @@ def _groups(q, k, q_offsets, kv_offsets, window: int | None, bias: Bias | None) 
             if bool((k_lengths[own] < k_size).any()):
                 hidden = keys[:, :1, None] == k.shape[0] * k.shape[1]
             if window is not None and window < q_size - 1:
-                outside = (i[:, None] - j).abs() > window
+                outside = _outside(i, j, window)
                 hidden = outside if hidden is None else hidden | outside
             bucket = None
             if bias is not None and bias.times is None:
