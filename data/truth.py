@@ -11,7 +11,8 @@ recent      affinity of the candidate's category factor with the last `recent` i
             the user's mood whatever the candidate is.
 long_range  the same affinity with the impressions more than `gap` events before every recent one, and a motif in two
             parts that are more than `gap` events apart: how much of the recent events' category mix returns from that
-            older stretch. No attention over a window or block of `gap` tokens sees both parts at once.
+            older stretch. 0 without old events, mean 0 over the rows that have some. No attention over a window or
+            block of `gap` tokens sees both parts at once.
 
 The logit of a conversion given a click has the same form with its own tables; its recent part reads conversions too.
 """
@@ -62,6 +63,7 @@ class Process:
     tables: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     moments: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     bias: dict[str, float] = field(default_factory=dict)
+    old_mean: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         rng, K = self.rng, self.num_categories
@@ -98,13 +100,19 @@ class Process:
         recent = 2.0 * (mix @ t["mood"]) + np.einsum("bf,bf->b", mix @ t["event_factor"], candidate)
         motif = np.einsum("bk,bk->b", rows.recent_mix["impression"], rows.old_mix)
         old = rows.old_mix @ t["old_mood"] + 0.5 * np.einsum("bf,bf->b", rows.old_mix @ t["old_factor"], candidate)
-        return {"static": static, "crossing": crossing, "recent": recent, "long_range": old + 4.0 * motif}
+        # Centred over the rows that have old events: otherwise the length alone would tell some of this part.
+        present = rows.old_mix.any(1)
+        long_range = np.where(present, old + 4.0 * motif - self.old_mean.get(task, 0.0), 0.0)
+        return {"static": static, "crossing": crossing, "recent": recent, "long_range": long_range}
 
     def calibrate(self, rows: Rows, base_rates: dict[str, float]) -> None:
         """Standardises the parts on pilot rows and finds the biases that give these mean probabilities (cvr: over
         clicks)."""
         weight = np.ones(len(rows.user))
         for task, rate in base_rates.items():
+            present = rows.old_mix.any(1)
+            if present.any():
+                self.old_mean[task] = float(self.parts(task, rows)["long_range"][present].mean())
             parts = self.parts(task, rows)
             self.moments[task] = {name: (float(x.mean()), float(x.std())) for name, x in parts.items()}
             self.bias[task] = 0.0

@@ -141,6 +141,16 @@ def test_long_range_part_ignores_events_near_the_end():
     assert (recent_mix(first, lengths, 16, 8)[2] == 0).all()
 
 
+def test_length_alone_says_nothing_about_the_long_range_part():
+    generator = Generator(Parameters(1, 1, seed=2))
+    rows, _ = generator.draw(20_000, np.random.default_rng(9), None)
+    part = generator.process.scaled("ctr", generator.process.parts("ctr", rows))["long_range"]
+    present = rows.old_mix.any(1)
+    assert 0.2 < present.mean() < 0.6
+    assert abs(part[present].mean()) < 0.05 and np.ptp(part[~present]) == 0 and abs(part[~present]).max() < 1e-3
+    assert abs(part.std() - 0.8) < 0.05
+
+
 def test_recalibrated_ne_of_the_truth_is_the_bound():
     p = sigmoid(np.random.default_rng(0).normal(-1, 1.5, 5000))
     entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p)).mean()
