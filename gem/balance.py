@@ -102,10 +102,21 @@ def merge_pairs(loads: np.ndarray, bins: int) -> np.ndarray:
     half = count // 2
     pairs = np.stack([order[..., :half], order[..., : half - 1 : -1]], -1)  # [..., n / 2, 2]
     pair_loads = np.take_along_axis(loads[..., None, :], pairs, -1).sum(-1)
-    dealt = zigzag(np.argsort(-pair_loads, axis=-1, kind="stable"), bins)  # [..., bins, pairs of a batch]
-    flat = dealt.reshape(*dealt.shape[:-2], -1)
+    by_load = np.argsort(-pair_loads, axis=-1, kind="stable")
+    by_load = by_load.reshape(
+        *by_load.shape[:-1], -1, bins
+    )  # [..., rounds, bins]: each round gives every batch one pair
+    dealt = np.empty_like(by_load)
+    totals = np.zeros((*loads.shape[:-1], bins))
+    for round_number in range(by_load.shape[-2]):
+        chosen = by_load[..., round_number, :]
+        lightest_first = np.argsort(totals, axis=-1, kind="stable")
+        np.put_along_axis(dealt[..., round_number, :], lightest_first, chosen, -1)
+        gained = np.take_along_axis(totals, lightest_first, -1) + np.take_along_axis(pair_loads, chosen, -1)
+        np.put_along_axis(totals, lightest_first, gained, -1)
+    flat = np.swapaxes(dealt, -1, -2).reshape(*dealt.shape[:-2], -1)  # batch after batch
     picked = np.take_along_axis(pairs, flat[..., None], -2)
-    return picked.reshape(*dealt.shape[:-1], -1)
+    return picked.reshape(*loads.shape[:-1], bins, -1)
 
 
 def plan(
