@@ -92,8 +92,8 @@ def zigzag(order: np.ndarray, bins: int) -> np.ndarray:
 def merge_pairs(loads: np.ndarray, bins: int) -> np.ndarray:
     """Merges sub-batches [..., n] into `bins` batches, each of n / bins: indices [..., bins, n / bins].
 
-    Heaviest and lightest make a pair, second heaviest and second lightest the next; pairs are dealt in zigzag order of
-    their load.
+    Heaviest and lightest make a pair, second heaviest and second lightest the next; each round deals every batch
+    one pair, the heaviest of the round to the batch that is lightest so far.
     """
     count = loads.shape[-1]
     order = np.argsort(-loads, axis=-1, kind="stable")
@@ -103,9 +103,7 @@ def merge_pairs(loads: np.ndarray, bins: int) -> np.ndarray:
     pairs = np.stack([order[..., :half], order[..., : half - 1 : -1]], -1)  # [..., n / 2, 2]
     pair_loads = np.take_along_axis(loads[..., None, :], pairs, -1).sum(-1)
     by_load = np.argsort(-pair_loads, axis=-1, kind="stable")
-    by_load = by_load.reshape(
-        *by_load.shape[:-1], -1, bins
-    )  # [..., rounds, bins]: each round gives every batch one pair
+    by_load = by_load.reshape(*by_load.shape[:-1], -1, bins)  # [..., rounds, bins]
     dealt = np.empty_like(by_load)
     totals = np.zeros((*loads.shape[:-1], bins))
     for round_number in range(by_load.shape[-2]):
