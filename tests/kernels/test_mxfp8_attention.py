@@ -128,6 +128,19 @@ def test_equals_the_written_out_loop(case, op, recipe):
             assert relative_error(a, c) > 10 * relative_error(a, b), name
 
 
+@pytest.mark.parametrize("op", ["softmax", "silu"])
+def test_blocks_lie_where_the_recipe_says(op):
+    """Columns spread over 2^24, against each other in q and k, v and do: only now does it matter where a block lies."""
+    q, k, v, q_offsets, kv_offsets, do = inputs("self")
+    spread = torch.exp2(torch.linspace(-12, 12, 48)[torch.randperm(48, generator=torch.Generator().manual_seed(7))])
+    arguments = q * spread, k / spread, v * spread, q_offsets, kv_offsets, do / spread
+    rows, square = (run(op, *arguments, recipe) for recipe in (RCEIL, SQUARE))
+    for recipe, ours in ((RCEIL, rows), (SQUARE, square)):
+        for name, a, b in zip(("o", "dq", "dk", "dv"), ours, loop(op, *arguments, recipe), strict=True):
+            assert relative_error(a, b) < 1e-2, (recipe.attention_block, name)
+    assert max(relative_error(a, b.double()) for a, b in zip(rows, square, strict=True)) > 0.05
+
+
 @pytest.mark.parametrize("operand", mxfp8.Recipe().attention)
 def test_each_operand_is_quantised_only_when_named(operand):
     q, k, v, q_offsets, kv_offsets, do = inputs("self")

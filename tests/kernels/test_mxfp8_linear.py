@@ -81,7 +81,8 @@ def test_log_uniform_gradients_stay_close():
 @pytest.mark.parametrize("scale_mode", ["floor", "ceil", "rceil"])
 def test_each_gemm_multiplies_the_quantised_values(block, scale_mode):
     recipe = Recipe(block=block, scale_mode=scale_mode, gradient="e5m2")
-    x, weight, dy = normal(77, 48, seed=1), normal(40, 48, seed=2), normal(77, 40, seed=3) * 1e-3
+    # Wide enough for small values to vanish under a block's scale: in a narrow range the axis of a block is invisible.
+    x, weight, dy = (torch.exp2(8 * normal(*shape, seed=i)) for i, shape in enumerate(((77, 48), (40, 48), (77, 40))))
 
     def value(tensor, axis, dtype=torch.float8_e4m3fn):
         q = mxfp8.quantize(tensor, axis=axis, block=block, scale_mode=scale_mode, dtype=dtype)
@@ -146,11 +147,11 @@ def test_stochastic_gradients_are_unbiased_and_seeded():
     first = run(x, weight, dy, recipe)
     torch.manual_seed(5)
     assert all(torch.equal(a, b) for a, b in zip(first, run(x, weight, dy, recipe), strict=True))
-    draws = torch.stack([run(x, weight, dy, recipe)[1] for _ in range(400)])
+    draws = torch.stack([run(x, weight, dy, recipe)[1] for _ in range(150)])
     value = mxfp8.quantize(weight, axis=0).dequantize()
     centre = dy @ value  # the weight is rounded to nearest, dy on average not at all
     error, nearest = (draws.mean(0) - centre).norm(), (run(x, weight, dy, RCEIL)[1] - centre).norm()
-    assert error < 3 * (draws - centre).norm(dim=(1, 2)).mean() / 400**0.5
+    assert error < 3 * (draws - centre).norm(dim=(1, 2)).mean() / 150**0.5
     assert error < 0.4 * nearest
 
 
