@@ -147,26 +147,34 @@ def snr_db(actual: torch.Tensor, exact: torch.Tensor) -> float:
     return float("inf") if error == 0 else (-float("inf") if math.isinf(error) else -20 * math.log10(error))
 
 
-def error_budget(eager: torch.Tensor, exact: torch.Tensor, *, roundings: float = 2.0) -> float:
-    """Largest allowed absolute error: that of same-dtype eager against float64, plus `roundings` units of the last
-    place.
+def error_budget(eager: torch.Tensor, exact: torch.Tensor, *, roundings: float = 2.0, terms: float = 0.0) -> float:
+    """Largest allowed absolute error: same-dtype eager's own against float64, plus `roundings` units of the last place.
 
-    The rounding term is relative to the largest exact value, since sums over keys round relative to their largest term.
+    The unit is relative to the largest exact value. terms: size of the terms that the result is a sum of, where they
+    cancel (a gradient that vanishes because its two parts are equal): adds `roundings` units of theirs in the
+    accumulator, which is float32, or float64 for float64 results.
     """
     exact = exact.detach().double()
     if exact.numel() == 0:
         return 0.0
     own = (eager.detach().double() - exact).abs().max().item()
-    return own + roundings * torch.finfo(eager.dtype).eps * exact.abs().max().item()
+    accumulator = torch.float64 if eager.dtype == torch.float64 else torch.float32
+    units = torch.finfo(eager.dtype).eps * exact.abs().max().item() + torch.finfo(accumulator).eps * terms
+    return own + roundings * units
 
 
 def assert_within_eager(
-    actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, *, name: str = "output", roundings: float = 2.0
+    actual: torch.Tensor,
+    eager: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    name: str = "output",
+    roundings: float = 2.0,
+    terms: float = 0.0,
 ) -> None:
-    """AssertionError unless `actual` is as close to the float64 result `exact` as same-dtype `eager` is, up to
-    rounding.
+    """AssertionError unless `actual` is as close to the float64 `exact` as same-dtype `eager` is, up to rounding.
 
-    Shape and dtype must be those of `eager`, and every element finite.
+    Shape and dtype must be those of `eager`, and every element finite. roundings, terms: see error_budget.
     """
     assert actual.shape == eager.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(eager.shape)}"
     assert actual.dtype == eager.dtype, f"{name}: dtype {actual.dtype}, expected {eager.dtype}"
@@ -175,7 +183,7 @@ def assert_within_eager(
     assert bad == 0, f"{name}: {bad} elements are not finite"
     if actual.numel() == 0:
         return
-    budget = error_budget(eager, exact, roundings=roundings)
+    budget = error_budget(eager, exact, roundings=roundings, terms=terms)
     error = (actual.double() - exact.detach().double()).abs().max().item()
     assert error <= budget, f"{name}: error {error:.3e} above the budget {budget:.3e} (eager's own error plus rounding)"
 
