@@ -2,7 +2,7 @@
 
 Modules hold parameters; the functions here decide what runs. A jagged call goes to `kernels` under the implementation's name
 (or to torch's own varlen attention); a padded call runs torch's scaled_dot_product_attention with a mask. Both compute the
-same thing on the same parameters.
+same thing on the same parameters. A `recipe` (gem/precision.py) replaces the jagged implementation by emulated MX numerics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from gem.config import RotaryMode, SelfAttention
-from kernels import block_attention, gdpa, jagged_attention
+from kernels import block_attention, gdpa, jagged_attention, mxfp8
 from kernels.jagged import row_ids
 from kernels.rotary import Rotary, apply_rotary
 
@@ -83,7 +83,7 @@ def self_attention(
     rotary: RotaryMode,
     impl: str,
     block_impl: str,
-    precision=None,
+    recipe=None,
 ) -> torch.Tensor:
     """Softmax attention of each history on itself: all pairs, |i - j| <= window, or inside blocks of block_size events.
 
@@ -100,8 +100,14 @@ def self_attention(
         return _padded_self(q, k, v, events.mask, kind, window, block_size)
     if kind is SelfAttention.BLOCK:
         tables = Rotary(events.cos, events.sin) if inside else None
+        if recipe is not None:
+            return mxfp8.block_attention_mx(
+                q, k, v, events.offsets, block_size=block_size, rotary=tables, recipe=recipe
+            )
         return block_attention(q, k, v, events.offsets, block_size=block_size, rotary=tables, impl=block_impl)
     window = window if kind is SelfAttention.WINDOW else None
+    if recipe is not None:
+        return mxfp8.jagged_attention_mx(q, k, v, events.offsets, window=window, recipe=recipe)
     if impl == VARLEN:
         return _varlen(q, k, v, events.offsets, events.offsets, events.longest, events.longest, window)
     return jagged_attention(
@@ -113,12 +119,11 @@ def self_attention(
         max_q_len=events.longest,
         max_kv_len=events.longest,
         impl=impl,
-        **_precision(precision),
     )
 
 
 def pooled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, impl: str, precision=None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, impl: str, recipe=None
 ) -> torch.Tensor:
     """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D]; zeros without events."""
     if events.mask is not None:
@@ -127,15 +132,15 @@ def pooled_attention(
         mask, any_key = _safe(events.mask[:, None, None, :])
         o = F.scaled_dot_product_attention(queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
         return (o * any_key.to(o.dtype)).transpose(1, 2)
+    if recipe is not None:
+        return mxfp8.jagged_attention_mx(q, k, v, None, events.offsets, recipe=recipe)
     if impl == VARLEN:
         batch, num_queries = events.offsets.shape[0] - 1, q.shape[0]
         queries = q.repeat(batch, 1, 1)
         q_offsets = torch.arange(batch + 1, device=q.device) * num_queries
         o = _varlen(queries, k, v, q_offsets, events.offsets, num_queries, events.longest, None)
         return o.view(batch, num_queries, *q.shape[1:])
-    return jagged_attention(
-        q, k, v, None, events.offsets, max_kv_len=events.longest, impl=impl, **_precision(precision)
-    )
+    return jagged_attention(q, k, v, None, events.offsets, max_kv_len=events.longest, impl=impl)
 
 
 def generalized_attention(
@@ -147,7 +152,7 @@ def generalized_attention(
     activation: str,
     scale: float,
     impl: str,
-    precision=None,
+    recipe=None,
 ) -> torch.Tensor:
     """GDPA: activation(scale * q k^T) v per head over the sample's generated keys.
 
@@ -158,6 +163,10 @@ def generalized_attention(
         k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
         scores = torch.einsum("blhd,bnhd->bhln", q, k) * scale
         return torch.einsum("bhln,bnhd->blhd", activate(scores, activation), v)
+    if recipe is not None:
+        return mxfp8.gdpa_mx(
+            q, k, v, events.offsets, events.kv_offsets, activation=activation, scale=scale, recipe=recipe
+        )
     num_kv = k.shape[0] // (events.offsets.shape[0] - 1) if events.offsets.shape[0] > 1 else 0
     return gdpa(
         q,
@@ -170,7 +179,6 @@ def generalized_attention(
         max_q_len=events.longest,
         max_kv_len=num_kv,
         impl=impl,
-        **_precision(precision),
     )
 
 
@@ -183,10 +191,6 @@ def activate(scores: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(scores)
     raise ValueError(f"padded layout: activation {activation!r} is not available; allowed: gelu, gelu_tanh, silu")
-
-
-def _precision(precision) -> dict:
-    return {} if precision is None else {"precision": precision}
 
 
 def _varlen(q, k, v, q_offsets, kv_offsets, longest_q, longest_kv, window):

@@ -46,7 +46,7 @@ class PersonalisedFeedForward(nn.Module):
     def attend(self, events: Events, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
         """S' from S and the generated keys and values [B * num_kv, H, D]; one fused op, or norms and GDPA apart."""
         values = events.values
-        if self.fused is not None:
+        if self.fused is not None and self.precision is None:  # the fused op knows no MX recipe
             return fused_norm.pffn(
                 values.unflatten(-1, heads),
                 k.to(values.dtype),
@@ -69,7 +69,7 @@ class PersonalisedFeedForward(nn.Module):
             activation=self.activation,
             scale=self.scale,
             impl=self.impl,
-            precision=self.precision,
+            recipe=self.precision,
         )
         return values + rms_norm(o.flatten(-2).to(q.dtype) + q)
 
@@ -105,7 +105,7 @@ class SelfAttentionBlock(nn.Module):
             rotary=self.rotary,
             impl=self.impl,
             block_impl=self.block_impl,
-            precision=self.precision,
+            recipe=self.precision,
         )
         return events._replace(values=events.values + self.out(o.flatten(-2)))
 
@@ -170,7 +170,7 @@ class Pooler(nn.Module):
         k, v = self.keys_values(layer_norm(events.values)).unflatten(-1, (2, *heads)).unbind(-3)
         q = self.query(layer_norm(self.seeds)) if self.hierarchical else self.seeds
         o = attention.pooled_attention(
-            q.unflatten(-1, heads).to(k.dtype), k, v, events, impl=self.impl, precision=self.precision
+            q.unflatten(-1, heads).to(k.dtype), k, v, events, impl=self.impl, recipe=self.precision
         )
         return self.out(o.flatten(-2))
 
