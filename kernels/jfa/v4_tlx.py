@@ -1,0 +1,376 @@
+"""Jagged flash attention v4: Hopper forward with explicit warp specialisation (TLX), TMA and persistence.
+
+Source: warp specialisation + TMA + persistent kernels through TLX are the last generation of its attention kernel.
+
+The structure is that of gdpa/tlx.py: a TMA producer warp, consumer warp groups of 64 query rows in ping-pong, a zigzag list of
+valid tiles, the next score product always in flight, also across tiles. What softmax adds is a running maximum and sum per row.
+Keys past a sequence's end arrive as zeros; only the last key block of a sequence, and the edge blocks of a window, take the
+branch that masks them, so the main loop has no mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.language.extra.tlx.warp_spec import get_bufidx_phase
+
+from .. import tlx_backward
+from ..registry import Case, Implementation
+from ..tlx_common import (
+    GROUP_ROWS,
+    hopper_only,
+    load_ragged,
+    my_tiles,
+    num_sms,
+    packed_heads,
+    ragged_descriptor,
+    store_ragged,
+    tile_entry,
+    tile_table,
+    zigzag,
+)
+from . import triton_schemes
+from .triton_backward import delta_kernel
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+@dataclass(frozen=True)
+class Config:
+    """Forward tile: GROUPS x 64 query rows, block_n keys, kv_stages key/value buffers, q_stages query buffers."""
+
+    groups: int = 2
+    block_n: int = 128
+    kv_stages: int = 2
+    q_stages: int = 1
+    registers: int = 232
+    pingpong: bool = True
+
+
+def forward_config(head_dim: int, dense_rows: int | None) -> Config:
+    """Tile by what every sequence of a call shares, never by a batch's lengths, so that results do not depend on it."""
+    if dense_rows is not None and dense_rows <= GROUP_ROWS:
+        return Config(groups=1, block_n=128 if head_dim <= 128 else 64, kv_stages=2, q_stages=2, pingpong=False)
+    if head_dim > 128:
+        return Config(groups=2, block_n=64, kv_stages=2, q_stages=1)
+    return Config(groups=2, block_n=128, kv_stages=2, q_stages=1)
+
+
+def candidates(head_dim: int) -> list[Config]:
+    """What a tuning sweep tries."""
+    return [
+        Config(2, 128, 2, 1),
+        Config(2, 128, 2, 1, pingpong=False),
+        Config(2, 64, 3, 2),
+        Config(2, 128, 2, 2),
+        Config(3, 64, 3, 1, registers=160, pingpong=False),
+        Config(1, 128, 2, 2, pingpong=False),
+    ]
+
+
+@triton.jit
+def first_block(row, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key block that a tile starting at query `row` needs."""
+    if WINDOW is None:
+        return 0
+    else:
+        return tl.maximum(row - WINDOW, 0) // BLOCK_N
+
+
+@triton.jit
+def num_blocks(row, kv_size, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many key blocks, from first_block on; at least one, so that every tile runs the same pipeline."""
+    last = kv_size
+    if WINDOW is not None:
+        last = tl.minimum(kv_size, row + BLOCK_M + WINDOW)
+    return tl.maximum((last + BLOCK_N - 1) // BLOCK_N - first_block(row, WINDOW, BLOCK_N), 1)
+
+
+@triton.jit
+def masked(s, row, key, kv_size, WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores with -inf where a key does not exist for a row. The branch is uniform and taken by edge blocks alone."""
+    edge = key + BLOCK_N > kv_size
+    if WINDOW is not None:
+        edge = edge | (key < row + ROWS - 1 - WINDOW) | (key + BLOCK_N - 1 > row + WINDOW)
+    if edge:
+        columns = key + tl.arange(0, BLOCK_N)[None, :]
+        keep = columns < kv_size
+        if WINDOW is not None:
+            rows = row + tl.arange(0, ROWS)[:, None]
+            keep = keep & (columns >= rows - WINDOW) & (columns <= rows + WINDOW)
+        s = tl.where(keep, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def attention_fwd_kernel(
+    desc_q, desc_k, desc_v, desc_o, lse, lse_stride, table, count, H, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, KV_STAGES: tl.constexpr, Q_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr, PINGPONG: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    ROWS: tl.constexpr = 64
+    BLOCK_M: tl.constexpr = ROWS * GROUPS
+    dtype: tl.constexpr = tlx.dtype_of(desc_q)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    total = tl.load(count) * H
+    mine = my_tiles(total, program, programs)
+
+    q_buffers = tlx.local_alloc((1, 1, ROWS, HEAD_DIM), dtype, GROUPS * Q_STAGES)
+    k_buffers = tlx.local_alloc((1, 1, BLOCK_N, HEAD_DIM), dtype, KV_STAGES)
+    v_buffers = tlx.local_alloc((1, 1, BLOCK_N, HEAD_DIM), dtype, KV_STAGES)
+    o_buffers = tlx.local_alloc((1, 1, ROWS, HEAD_DIM), dtype, GROUPS)
+    q_full = tlx.alloc_barriers(num_barriers=GROUPS * Q_STAGES, arrive_count=1)
+    q_empty = tlx.alloc_barriers(num_barriers=GROUPS * Q_STAGES, arrive_count=1)
+    k_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
+    k_empty = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=GROUPS)
+    v_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
+    v_empty = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=GROUPS)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            k_count = 0
+            v_count = 0
+            # One tile more than there are: the consumers' last look-ahead finds a score product to issue.
+            for i in range(mine + 1):
+                index = tl.minimum(
+                    zigzag(tl.minimum(i, tl.maximum(mine - 1, 0)), program, programs), tl.maximum(total - 1, 0)
+                )
+                q_first, q_size, kv_first, kv_size, _, head, row = tile_entry(table, index, H, BLOCK_M)
+                column = head * HEAD_DIM
+                stage, phase = get_bufidx_phase(i, Q_STAGES)
+                for g in tl.static_range(GROUPS):
+                    tlx.barrier_wait(q_empty[stage * GROUPS + g], phase ^ 1)
+                    tlx.barrier_expect_bytes(q_full[stage * GROUPS + g], 2 * ROWS * HEAD_DIM)
+                    load_ragged(
+                        desc_q,
+                        q_buffers[stage * GROUPS + g],
+                        q_full[stage * GROUPS + g],
+                        q_first,
+                        q_size,
+                        row + g * ROWS,
+                        column,
+                    )
+                blocks = num_blocks(row, kv_size, WINDOW, BLOCK_M, BLOCK_N)
+                key = first_block(row, WINDOW, BLOCK_N) * BLOCK_N
+                if i == mine:
+                    blocks = 1
+                for j in range(blocks):
+                    stage, phase = get_bufidx_phase(k_count, KV_STAGES)
+                    tlx.barrier_wait(k_empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(k_full[stage], 2 * BLOCK_N * HEAD_DIM)
+                    load_ragged(desc_k, k_buffers[stage], k_full[stage], kv_first, kv_size, key + j * BLOCK_N, column)
+                    k_count += 1
+                    if i < mine:
+                        stage, phase = get_bufidx_phase(v_count, KV_STAGES)
+                        tlx.barrier_wait(v_empty[stage], phase ^ 1)
+                        tlx.barrier_expect_bytes(v_full[stage], 2 * BLOCK_N * HEAD_DIM)
+                        load_ragged(
+                            desc_v, v_buffers[stage], v_full[stage], kv_first, kv_size, key + j * BLOCK_N, column
+                        )
+                        v_count += 1
+
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=GROUPS):
+            cid: tl.constexpr = tlx.async_task_replica_id()
+            log2_scale = scale * 1.4426950408889634
+            if PINGPONG:
+                if cid == 1:
+                    tlx.named_barrier_arrive(9, 256)
+            index = tl.minimum(zigzag(0, program, programs), tl.maximum(total - 1, 0))
+            _, q_size, _, kv_size, out_first, head, row = tile_entry(table, index, H, BLOCK_M)
+            # First score product of the first tile; there is nothing to overlap it with.
+            tlx.barrier_wait(q_full[cid], 0)
+            tlx.barrier_wait(k_full[0], 0)
+            s = tlx.async_dot(
+                tlx.local_reshape(q_buffers[cid], [ROWS, HEAD_DIM]),
+                tlx.local_trans(tlx.local_reshape(k_buffers[0], [BLOCK_N, HEAD_DIM])),
+            )
+            s = tlx.async_dot_wait(0, s)
+            tlx.barrier_arrive(k_empty[0], 1)
+            s = masked(s, row + cid * ROWS, first_block(row, WINDOW, BLOCK_N) * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N)
+            m = tl.max(s, 1) * log2_scale
+            m = tl.where(m == float("-inf"), 0.0, m)
+            e = tl.math.exp2(s * log2_scale - m[:, None])
+            l = tl.sum(e, 1)
+            p = e.to(dtype)
+            k_count = 1
+            v_count = 0
+            for i in range(mine):
+                q_stage, _ = get_bufidx_phase(i, Q_STAGES)
+                acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+                blocks = num_blocks(row, kv_size, WINDOW, BLOCK_M, BLOCK_N)
+                key = first_block(row, WINDOW, BLOCK_N) * BLOCK_N
+                for j in range(1, blocks):
+                    k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
+                    v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
+                    tlx.barrier_wait(k_full[k_stage], k_phase)
+                    tlx.barrier_wait(v_full[v_stage], v_phase)
+                    if PINGPONG:
+                        if cid == 0:
+                            tlx.named_barrier_wait(9, 256)
+                        else:
+                            tlx.named_barrier_wait(10, 256)
+                    s = tlx.async_dot(
+                        tlx.local_reshape(q_buffers[q_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
+                        tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                    )
+                    acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
+                    if PINGPONG:
+                        if cid == 0:
+                            tlx.named_barrier_arrive(10, 256)
+                        else:
+                            tlx.named_barrier_arrive(9, 256)
+                    s = tlx.async_dot_wait(1, s)
+                    tlx.barrier_arrive(k_empty[k_stage], 1)
+                    s = masked(s, row + cid * ROWS, key + j * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N)
+                    m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
+                    e = tl.math.exp2(s * log2_scale - m_new[:, None])
+                    alpha = tl.math.exp2(m - m_new)
+                    l = l * alpha + tl.sum(e, 1)
+                    m = m_new
+                    p = e.to(dtype)
+                    acc = tlx.async_dot_wait(0, acc)
+                    tlx.barrier_arrive(v_empty[v_stage], 1)
+                    acc = acc * alpha[:, None]
+                    k_count += 1
+                    v_count += 1
+                # Last value product of this tile, together with the first score product of the next one.
+                out_row = row + cid * ROWS
+                out_size = q_size
+                out_column = head * HEAD_DIM
+                store_first = out_first
+                lse_row = lse + head.to(tl.int64) * lse_stride + store_first
+                index = tl.minimum(zigzag(tl.minimum(i + 1, mine - 1), program, programs), tl.maximum(total - 1, 0))
+                _, q_size, _, kv_size, out_first, head, row = tile_entry(table, index, H, BLOCK_M)
+                next_stage, next_phase = get_bufidx_phase(i + 1, Q_STAGES)
+                k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
+                v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
+                if Q_STAGES == 1:
+                    tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
+                tlx.barrier_wait(v_full[v_stage], v_phase)
+                tlx.barrier_wait(q_full[next_stage * GROUPS + cid], next_phase)
+                tlx.barrier_wait(k_full[k_stage], k_phase)
+                if PINGPONG:
+                    if cid == 0:
+                        tlx.named_barrier_wait(9, 256)
+                    else:
+                        tlx.named_barrier_wait(10, 256)
+                s = tlx.async_dot(
+                    tlx.local_reshape(q_buffers[next_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
+                    tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                )
+                acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
+                if PINGPONG:
+                    if cid == 0:
+                        tlx.named_barrier_arrive(10, 256)
+                    else:
+                        tlx.named_barrier_arrive(9, 256)
+                s = tlx.async_dot_wait(1, s)
+                tlx.barrier_arrive(k_empty[k_stage], 1)
+                if Q_STAGES > 1:
+                    tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
+                inverse = tl.where(l > 0, 1.0 / l, 0.0)
+                log_sum = tl.where(l > 0, (m + tl.math.log2(l)) * 0.6931471805599453, float("inf"))
+                s = masked(
+                    s, row + cid * ROWS, first_block(row, WINDOW, BLOCK_N) * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N
+                )
+                m = tl.max(s, 1) * log2_scale
+                m = tl.where(m == float("-inf"), 0.0, m)
+                e = tl.math.exp2(s * log2_scale - m[:, None])
+                l = tl.sum(e, 1)
+                p = e.to(dtype)
+                acc = tlx.async_dot_wait(0, acc)
+                tlx.barrier_arrive(v_empty[v_stage], 1)
+                k_count += 1
+                v_count += 1
+                acc = acc * inverse[:, None]
+                tlx.async_descriptor_store_wait(0)  # the buffer's previous tile has left
+                tlx.local_store(tlx.local_reshape(o_buffers[cid], [ROWS, HEAD_DIM]), acc.to(dtype))
+                tlx.fence_async_shared()
+                store_ragged(desc_o, o_buffers[cid], store_first, out_size, out_row, out_column)
+                rows = out_row + tl.arange(0, ROWS)
+                tl.store(lse_row + rows, log_sum, mask=rows < out_size)
+            tlx.async_descriptor_store_wait(0)
+
+
+def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float, window: int | None = None):
+    """Forward with a given tile -> (o, lse float32 [H, rows]). Shapes as in api.jagged_attention; q_offsets None = dense."""
+    heads, head_dim = q.shape[1:]
+    block_m = GROUP_ROWS * config.groups
+    dense = q_offsets is None
+    rows = q.shape[0] * (kv_offsets.numel() - 1) if dense else q.shape[0]
+    out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((heads, rows), dtype=torch.float32, device=q.device)
+    if scale < 0:  # the running maximum of scaled scores is the scaled maximum only for a positive scale
+        q, scale = -q, -scale
+    if rows:
+        q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
+        table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
+        attention_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
+            ragged_descriptor(q, GROUP_ROWS), ragged_descriptor(k, config.block_n), ragged_descriptor(v, config.block_n),
+            ragged_descriptor(out, GROUP_ROWS), lse, lse.stride(0), table, count, heads, scale, HEAD_DIM=head_dim,
+            BLOCK_N=config.block_n, GROUPS=config.groups, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages,
+            REGISTERS=config.registers, PINGPONG=config.pingpong and config.groups == 2, WINDOW=window, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return (out.view(-1, q.shape[0], heads, head_dim) if dense else out), lse
+
+
+def forward(
+    q, k, v, q_offsets, kv_offsets, *, scale, window=None, bias=None, max_q_len=None, max_kv_len=None, schedule=None
+):
+    """(o, lse); arguments as in `api.py`."""
+    config = forward_config(q.shape[-1], q.shape[0] if q_offsets is None else None)
+    return forward_with(config, q, k, v, q_offsets, kv_offsets, scale=scale, window=window)
+
+
+def row_dot(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
+    """delta = rowsum(o dO), float32 [H, rows], of o, dO [rows, H, D]."""
+    rows, heads, head_dim = o.shape
+    delta = torch.empty((heads, rows), dtype=torch.float32, device=o.device)
+    block = 64
+    delta_kernel[(triton.cdiv(rows, block) * heads,)](
+        o, do, delta, rows, heads, *o.stride()[:2], *do.stride()[:2], HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
+    )  # fmt: skip
+    return delta
+
+
+def backward(
+    do, q, k, v, o, lse, q_offsets, kv_offsets, *, scale, window=None, bias=None, max_q_len=None, max_kv_len=None, schedule=None
+):  # fmt: skip
+    """(dq, dk, dv, None); arguments as in `api.py`. A window's backward is that of v2, which skips off-window tiles."""
+    if window is not None:
+        return triton_schemes.backward(
+            do, q, k, v, o, lse, q_offsets, kv_offsets, scale=scale, window=window, bias=None, max_q_len=max_q_len,
+            max_kv_len=max_kv_len, schedule=None, scheme="split",
+        )  # fmt: skip
+    heads, head_dim = q.shape[1:]
+    o, do = o.reshape(-1, heads, head_dim), do.reshape(-1, heads, head_dim)
+    grads = tlx_backward.backward_with(
+        tlx_backward.Config(),
+        do,
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        activation="softmax",
+        scale=scale,
+        lse=lse,
+        delta=row_dot(o, do),
+    )
+    return *grads, None
+
+
+def _unsupported(case: Case) -> str | None:
+    if "bias" in case.features:
+        return "has no bias"
+    return hopper_only(case)
+
+
+IMPLEMENTATION = Implementation("v4", forward, backward, _unsupported)

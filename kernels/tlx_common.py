@@ -1,0 +1,216 @@
+"""What the TLX kernels for Hopper share: descriptors that end with a sequence, and the sorted list of valid tiles.
+
+TLX (PyPI fbtriton) is Triton with explicit warp specialisation. A TMA descriptor knows the extent of a tensor, not of a
+sequence inside it, so a plain one would read the next sequence's rows past a ragged end. `ragged_descriptor` adds two
+dimensions whose strides cancel modulo 2^64, so that the hardware's own bounds check falls on the sequence's last row: loads
+past it give zeros, stores past it are dropped, and no descriptor is rewritten on the device. (Same arithmetic as
+triton.tools.ragged_tma.) A sequence without rows loads zeros only, so empty keys need no branch.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx  # raises ImportError under stock Triton; the registry turns that into a reason
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .registry import Case
+
+GROUP_ROWS = 64  # query rows of one consumer warp group: wgmma's M
+_FAR = 1 << 30
+_TABLE_WIDTH = 8
+
+
+def ragged_descriptor(x: torch.Tensor, block_rows: int, block_columns: int | None = None) -> TensorDescriptor:
+    """Descriptor of x [T, H, D] for tiles [1, 1, block_rows, block_columns or D] of `load_ragged` and `store_ragged`.
+
+    Needs heads packed behind each other (stride(1) == D, stride(2) == 1) and 16-byte rows; see `packed_heads`.
+    """
+    rows, heads, dim = x.shape
+    stride = x.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, _FAR, heads * dim]
+    return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_rows, block_columns or dim])
+
+
+def packed_heads(x: torch.Tensor) -> torch.Tensor:
+    """x itself when TMA can address it, else a contiguous copy. A view of a fused qkv buffer passes as it is."""
+    aligned = x.data_ptr() % 16 == 0 and (x.stride(0) * x.element_size()) % 16 == 0
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] and aligned and x.stride(0) > 0 else x.contiguous()
+
+
+@triton.jit
+def load_ragged(desc, buffer, barrier, first, size, row, column):
+    """TMA load of rows [row, row + block) of the sequence [first, first + size) into `buffer`; zeros past its end."""
+    tlx.async_descriptor_load(desc, buffer, [1073741824, first + size, 1073741824 - size + row, column], barrier)
+
+
+@triton.jit
+def store_ragged(desc, buffer, first, size, row, column):
+    """TMA store of `buffer` to rows [row, row + block) of a sequence; rows past its end are not written."""
+    tlx.async_descriptor_store(desc, buffer, [1073741824, first + size, 1073741824 - size + row, column])
+
+
+@triton.jit
+def add_ragged(desc, buffer, first, size, row, column):
+    """As store_ragged, but adds to what is there."""
+    tlx.async_descriptor_store(
+        desc, buffer, [1073741824, first + size, 1073741824 - size + row, column], store_reduce="add"
+    )
+
+
+@triton.jit
+def _tile_table_kernel(
+    ends, order, q_offsets, kv_offsets, table, batch, q_rows_total, dense_rows, slots,
+    q_stride, kv_stride, DENSE_Q: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """table[t] = (first q row, q rows, first kv row, kv rows, first tile of the sequence, its tiles, output row, 0)."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32) + batch + 1
+    for _ in tl.static_range(STEPS):  # first position whose end lies past the slot
+        middle = (low + high) // 2
+        past = tl.load(ends + middle, mask=middle <= batch, other=2147483647) > slot
+        high = tl.where(past, middle, high)
+        low = tl.where(past, low, middle + 1)
+    live = (slot < slots) & (low <= batch)
+    sequence = tl.load(order + low, mask=live, other=0).to(tl.int32)
+    start = tl.load(ends + low - 1, mask=live & (low > 0), other=0)
+    tiles = tl.load(ends + low, mask=live, other=0) - start
+    real = live & (sequence < batch)
+    kv_first = tl.load(kv_offsets + sequence * kv_stride, mask=real, other=0).to(tl.int32)
+    kv_end = tl.load(kv_offsets + (sequence + 1) * kv_stride, mask=real, other=0).to(tl.int32)
+    if DENSE_Q:
+        q_first = tl.zeros([BLOCK], tl.int32)
+        q_size = tl.zeros([BLOCK], tl.int32) + dense_rows
+        out_first = sequence * dense_rows
+    else:
+        q_first = tl.load(q_offsets + sequence * q_stride, mask=live, other=0).to(tl.int32)
+        q_end = tl.load(q_offsets + (sequence + 1) * q_stride, mask=real, other=0).to(tl.int32)
+        q_size = tl.where(sequence < batch, q_end, q_rows_total) - q_first
+        out_first = q_first
+    row = table + slot * 8
+    keep = slot < slots
+    tl.store(row, q_first, mask=keep)
+    tl.store(row + 1, tl.where(live, q_size, 0), mask=keep)
+    tl.store(row + 2, kv_first, mask=keep)
+    tl.store(row + 3, tl.where(live, kv_end - kv_first, 0), mask=keep)
+    tl.store(row + 4, start, mask=keep)
+    tl.store(row + 5, tl.where(live, tiles, 1), mask=keep)
+    tl.store(row + 6, out_first, mask=keep)
+
+
+def build_tile_table(
+    q_offsets: torch.Tensor | None, kv_offsets: torch.Tensor, q_rows: int, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Valid tiles of `block_rows` query rows, longest keys first. Device tensors only, no synchronisation.
+
+    q_offsets None: q_rows dense queries shared by every sequence. Otherwise q_rows is the length of the packed axis and the rows
+    past offsets[-1] form one more sequence without keys, whose zeros the kernel writes. Returns (table int32 [slots, 8], count
+    int32 [1]); slots is an upper bound that follows from shapes alone.
+    """
+    batch = kv_offsets.numel() - 1
+    device = kv_offsets.device
+    kv_lengths = kv_offsets[1:] - kv_offsets[:-1]
+    if q_offsets is None:
+        per_sequence = -(-q_rows // block_rows)
+        slots = max(per_sequence * batch, 1)
+        tiles = torch.full((batch,), per_sequence, dtype=torch.int32, device=device)
+    else:
+        slots = max((q_rows + (batch + 1) * (block_rows - 1)) // block_rows, 1)
+        ends = torch.cat([q_offsets[1:], q_offsets.new_full((1,), q_rows)])
+        tiles = (ends - q_offsets + (block_rows - 1)).div_(block_rows, rounding_mode="floor").to(torch.int32)
+        kv_lengths = torch.cat([kv_lengths, kv_lengths.new_zeros(1)])
+    order = torch.argsort(kv_lengths, descending=True, stable=True).to(torch.int32)
+    ends = torch.cumsum(tiles[order.long()], 0, dtype=torch.int32)
+    if q_offsets is None:  # the kernel counts on batch + 1 sequences; the last one has no tiles
+        order = torch.cat([order, order.new_full((1,), batch)])
+        ends = torch.cat([ends, ends[-1:] if batch else ends.new_zeros(1)])
+    table = torch.empty((slots, _TABLE_WIDTH), dtype=torch.int32, device=device)
+    block = 128
+    _tile_table_kernel[(triton.cdiv(slots, block),)](
+        ends, order, q_offsets if q_offsets is not None else kv_offsets, kv_offsets, table, batch, q_rows, q_rows, slots,
+        q_offsets.stride(0) if q_offsets is not None else 1, kv_offsets.stride(0), DENSE_Q=q_offsets is None,
+        STEPS=max(batch + 1, 1).bit_length() + 1, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return table, ends[-1:]
+
+
+_TABLES: dict[tuple, tuple] = {}
+
+
+def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`build_tile_table`, kept per pair of offsets tensors: the layers of a step share them, so only the first one pays.
+
+    The key holds the tensors' identity and version; entries leave with their offsets tensor.
+    """
+    key = (
+        id(q_offsets), -1 if q_offsets is None else q_offsets._version,
+        id(kv_offsets), kv_offsets._version, q_rows, block_rows,
+    )  # fmt: skip
+    found = _TABLES.get(key)
+    if found is not None and found[0]() is kv_offsets and (q_offsets is None or found[1]() is q_offsets):
+        return found[2]
+    built = build_tile_table(q_offsets, kv_offsets, q_rows, block_rows)
+    forget = lambda _: _TABLES.pop(key, None)  # noqa: E731
+    _TABLES[key] = (
+        weakref.ref(kv_offsets, forget),
+        None if q_offsets is None else weakref.ref(q_offsets, forget),
+        built,
+    )
+    return built
+
+
+@triton.jit
+def zigzag(round_, program, programs):
+    """Index of the tile that `program` takes in a round: tiles are sorted by work, odd rounds are dealt backwards."""
+    return round_ * programs + tl.where(round_ % 2 == 0, program, programs - 1 - program)
+
+
+@triton.jit
+def my_tiles(total, program, programs):
+    """How many tiles the zigzag deal gives to `program`."""
+    full = total // programs
+    place = tl.where(full % 2 == 0, program, programs - 1 - program)
+    return full + (place < total % programs).to(tl.int32)
+
+
+@triton.jit
+def tile_entry(table, index, H, BLOCK_ROWS: tl.constexpr):
+    """(first q row, q rows, first kv row, kv rows, output row, head, first row of the tile) of tile `index`."""
+    slot = table + (index // H) * 8
+    q_first = tl.load(slot)
+    q_size = tl.load(slot + 1)
+    kv_first = tl.load(slot + 2)
+    kv_size = tl.load(slot + 3)
+    start = tl.load(slot + 4)
+    tiles = tl.load(slot + 5)
+    out_first = tl.load(slot + 6)
+    place = index - start * H
+    head = place // tiles
+    return q_first, q_size, kv_first, kv_size, out_first, head, (place - head * tiles) * BLOCK_ROWS
+
+
+def hopper_only(case: Case) -> str | None:
+    """Why a call cannot run on these kernels, or None."""
+    if case.device_type != "cuda" or case.capability[0] != 9:
+        return f"needs a Hopper GPU (compute capability 9.x); this is {case.device_type} {case.capability}"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, not {case.dtype}"
+    if case.head_dim not in (64, 128):
+        return f"needs head_dim 64 or 128, not {case.head_dim}"
+    if "schedule" in case.features:
+        return "builds its own tile list and takes no schedule="
+    return None
+
+
+_SMS: dict[int, int] = {}
+
+
+def num_sms(device: torch.device) -> int:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index not in _SMS:
+        _SMS[index] = torch.cuda.get_device_properties(index).multi_processor_count
+    return _SMS[index]
