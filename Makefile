@@ -38,7 +38,7 @@ lint: $(STAMP)
 
 venv: $(STAMP)
 
-$(STAMP): $(PINS) $(wildcard envs/fbgemm_gpu_cpu/pyproject.toml) Makefile
+$(STAMP): $(PINS) $(wildcard envs/fbgemm_gpu_cpu/pyproject.toml)
 	@case "$(TIER)" in smoke|gpu|gpu2) ;; *) \
 	  echo "error: TIER '$(TIER)' is unknown; allowed: smoke, gpu, gpu2" >&2; exit 2;; esac
 	@if [ "$(TIER)" != smoke ] && ! nvidia-smi -L 2>/dev/null | grep -q .; then \
@@ -46,8 +46,7 @@ $(STAMP): $(PINS) $(wildcard envs/fbgemm_gpu_cpu/pyproject.toml) Makefile
 	  exit 1; fi
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v in ((3, 11), (3, 12)) else \
 	  "error: $(PYTHON) is Python %d.%d; allowed: 3.11, 3.12, as in make PYTHON=python3.11" % v)'
-	@rm -f $(VENV)/.installed-*
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r $(firstword $(PINS))
 	$(if $(word 2,$(PINS)),$(BIN)/python -m pip install --quiet --no-deps -r $(word 2,$(PINS)))

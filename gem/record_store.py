@@ -19,6 +19,7 @@ from gem import job, record
 from gem.digest import ROOT
 
 MEASURED = ROOT / "data" / "measured"
+_KEYS = {"variants": "variant", "kernels": "case"}
 
 
 def load_parts(folder: Path, warn: Callable[[str], None] = print) -> dict[str, tuple[list[dict], dict]]:
@@ -139,7 +140,7 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
             reason = f"its sources ({', '.join(info['sources'])}) have changed"
         for name, key in _KEYS.items():
             row = info["case_row"]
-            if key in row and sheets[name].get(row[key], row) != row:
+            if key in row and _decisive(sheets[name].get(row[key], row)) != _decisive(row):
                 reason = f"its row of {name}.tsv has changed"
         if reason:
             left.append(f"{run_id}: {reason}")
@@ -150,7 +151,8 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
     cases = defaultdict(set)
     for row in sheets["kernels"].values():
         if folder.parent.name in row["tiers"].split(","):
-            cases[row["experiment"]].add(f"{row['experiment']}-{row['case']}")
+            runs = (f"{row['experiment']}-{row['case']}-{impl.replace(':', '.')}" for impl in row["impls"].split(","))
+            cases[row["experiment"]].update(runs)
     for name in sorted({_job_of(_merged_info(folder, run_id)) for run_id in thawed}):
         receipt = folder / "jobs" / f"{name}.json"
         runs = job.runs_of(folder / "parts", name)
@@ -162,17 +164,37 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
     return thawed, left
 
 
+def collect(measured: Path, folder: Path) -> list[Path]:
+    """Frozen records of every device as one folder of merged records; a run keeps its device in runs.json."""
+    rows, runs = defaultdict(list), {}
+    for source in sorted(path for path in measured.glob("*") if path.is_dir()):
+        for run_id, (part, info) in _merged(source).items():
+            name = run_id if run_id not in runs else f"{run_id}@{source.name}"
+            runs[name] = info
+            for row in part:
+                rows[row["experiment"]].append(row | {"run_id": name})
+    if not runs:
+        raise ValueError(
+            f"{measured}: nothing is frozen there; allowed: a folder filled by python -m gem.record freeze"
+        )
+    return _write(folder, rows, runs)
+
+
+def _decisive(row: Mapping) -> dict:
+    """The columns of a row that decide numbers: which implementations and tiers it names, and notes, do not."""
+    return {key: value for key, value in row.items() if key not in ("impls", "tiers", "note", "group")}
+
+
 def _job_of(info: Mapping) -> str:
     """Job that a run belongs to; for a run made by hand, the job that would have made it."""
-    experiment = info["experiment"]
-    return info.get("job") or (info["run_id"] if experiment in ("train", "quality") else experiment)
+    experiment, variant = info["experiment"], info["case_row"].get("variant")
+    if info.get("job"):
+        return info["job"]
+    return f"{experiment}-{variant}" if experiment == "train" else experiment
 
 
 def _merged_info(folder: Path, run_id: str) -> dict:
     return json.loads((folder / "parts" / f"{run_id}.json").read_text(encoding="utf-8"))
-
-
-_KEYS = {"variants": "variant", "kernels": "case"}
 
 
 def _merged(folder: Path) -> dict[str, tuple[list[dict], dict]]:
@@ -225,10 +247,15 @@ def main(argv: list[str] | None = None) -> int:
         ("check", "schema, and a run for every row"),
         ("freeze", "merged records -> data/measured/<device>"),
         ("thaw", "frozen records that are current -> parts"),
+        ("collect", "frozen records of all devices -> one folder"),
     ):
         sub = verbs.add_parser(verb, help=text)
         if verb == "check":
             sub.add_argument("folders", nargs="+", type=Path)
+            continue
+        if verb == "collect":
+            sub.add_argument("--measured", type=Path, default=MEASURED)
+            sub.add_argument("--output", type=Path, required=True)
             continue
         sub.add_argument("--tier", required=True, help="folder under results, such as gpu")
         sub.add_argument("--results", type=Path, default=Path("results"))
@@ -250,6 +277,10 @@ def _run(args: argparse.Namespace) -> int:
         for folder in args.folders:
             count, runs = check(folder)
             print(f"{folder}: {count} rows of {runs} runs are sound")
+        return 0
+    if args.verb == "collect":
+        paths = collect(args.measured, args.output)
+        print(f"{args.output}: {len(paths)} experiments")
         return 0
     folder = args.results / args.tier / "records"
     if args.verb == "merge":

@@ -1,4 +1,5 @@
-# Measuring jobs, one rule a row of experiments.tsv. They claim the machine: a timing beside other work is no timing.
+# Measuring jobs, one rule a row of experiments.tsv. Timings claim the machine: beside other work
+# they would be noise. Models (gpus 0) do not.
 for name, row in RUN.benches.items():
 
     rule:
@@ -12,7 +13,7 @@ for name, row in RUN.benches.items():
             f"{R}/logs/bench/{name}.benchmark.jsonl"
         conda:
             "../../envs/environment.yaml"
-        threads: workflow.cores
+        threads: workflow.cores if row["gpus"] != "0" else 1
         resources:
             gpu=RUN.gpus_of(row),
             mem_mb=6000,
