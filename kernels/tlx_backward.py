@@ -1,12 +1,14 @@
 """Backward of jagged attention and of GDPA on Hopper with explicit warp specialisation: one kernel, five GEMMs.
 
-Source: for large batch x heads a backward without sequence parallelism wins. Here one persistent program owns a (sequence, head):
-it walks that pair's key tiles (128 rows) and, inside, its query tiles (64 rows). dK and dV stay in registers for a key tile; dQ
-is summed over key tiles in FP32 by the owner alone, so that there are no atomics and the order of the sum is fixed.
+Source: for large batch x heads a backward without sequence parallelism wins. Here one persistent program owns a
+(sequence, head): it walks that pair's key tiles (128 rows) and, inside, its query tiles (64 rows). dK and dV stay in
+registers for a key tile; dQ is summed over key tiles in FP32 by the owner alone, so that there are no atomics and the
+order of the sum is fixed.
 
 A producer warp streams q, dO (two buffers) and k, v through TMA. Two consumer warp groups own 64 key rows each:
     S^T = K Q^T, dP^T = V dO^T, then P and dS in registers, dV += P^T dO, dK += dS^T Q.
-dS goes to shared memory, where each group reads both halves for its 64 columns of dQ = dS K. Ragged ends load as zeros: an
+dS goes to shared memory, where each group reads both halves for its 64 columns of dQ = dS K. Ragged ends load as
+zeros: an
 activation's P and dS vanish there by themselves; softmax masks the last key tile.
 """
 
@@ -94,9 +96,27 @@ def bulk_writes_done():
 
 @triton.jit
 def backward_kernel(
-    desc_q, desc_do, desc_k, desc_v, desc_dk, desc_dv, desc_dq, desc_sums, lse, delta, stat_stride, units, num_units, H, scale,
-    HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, REGISTERS: tl.constexpr, ACTIVATION: tl.constexpr, DIRECT: tl.constexpr,
-):  # fmt: skip
+    desc_q,
+    desc_do,
+    desc_k,
+    desc_v,
+    desc_dk,
+    desc_dv,
+    desc_dq,
+    desc_sums,
+    lse,
+    delta,
+    stat_stride,
+    units,
+    num_units,
+    H,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    Q_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
     KEYS: tl.constexpr = 64  # key rows of a consumer group
     TILE: tl.constexpr = 128
     QUERIES: tl.constexpr = 64
@@ -271,8 +291,9 @@ def round_kernel(sums, dq, units, width, QUERIES: tl.constexpr, TILE: tl.constex
 def unit_table(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> torch.Tensor:
     """int32 [B + 2, 8]: (first q row, q rows, first kv row, kv rows, first output row), the most pairs first.
 
-    q_offsets None: q_rows dense queries shared by every sequence; their output rows are one block a sequence. The last two units
-    are the rows past offsets[-1] of either side: queries without keys and keys without queries, whose gradients are zero.
+    q_offsets None: q_rows dense queries shared by every sequence; their output rows are one block a sequence. The
+    last two units are the rows past offsets[-1] of either side: queries without keys and keys without queries, whose
+    gradients are zero.
     """
     batch = kv_offsets.numel() - 1
     kv_first, kv_size = kv_offsets[:-1].long(), (kv_offsets[1:] - kv_offsets[:-1]).long()
@@ -304,8 +325,10 @@ def unit_table(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> torch.Tensor
 
 def backward_with(
     config: Config, do, q, k, v, q_offsets, kv_offsets, *, activation: str, scale: float, lse=None, delta=None
-):  # fmt: skip
-    """(dq, dk, dv). activation "softmax" needs lse and delta = rowsum(dO o), float32 [H, rows]. Dense q: dq summed over the batch."""
+):
+    """(dq, dk, dv). activation "softmax" needs lse and delta = rowsum(dO o), float32 [H, rows]. Dense q: dq summed
+    over the batch.
+    """
     heads, head_dim = q.shape[1:]
     dense = q_offsets is None
     do = do.reshape(-1, heads, head_dim)
@@ -321,12 +344,29 @@ def backward_with(
         units = unit_table(q_offsets, kv_offsets, q.shape[0], k.shape[0])
         statistics = sums if lse is None else lse
         backward_kernel[(min(num_sms(q.device), units.shape[0] * heads),)](
-            ragged_descriptor(q, QUERY_ROWS), ragged_descriptor(do, QUERY_ROWS), ragged_descriptor(k, 64), ragged_descriptor(v, 64),
-            ragged_descriptor(dk, 64), ragged_descriptor(dv, 64), ragged_descriptor(do if dense else dq, QUERY_ROWS, head_dim // 2),
-            ragged_descriptor(sums, QUERY_ROWS, head_dim // 2), statistics, statistics if delta is None else delta,
-            statistics.stride(0), units, units.shape[0], heads, scale, HEAD_DIM=head_dim, Q_STAGES=config.q_stages,
-            REGISTERS=config.registers, ACTIVATION=activation, DIRECT=not dense, num_warps=4, num_stages=1,
-        )  # fmt: skip
+            ragged_descriptor(q, QUERY_ROWS),
+            ragged_descriptor(do, QUERY_ROWS),
+            ragged_descriptor(k, 64),
+            ragged_descriptor(v, 64),
+            ragged_descriptor(dk, 64),
+            ragged_descriptor(dv, 64),
+            ragged_descriptor(do if dense else dq, QUERY_ROWS, head_dim // 2),
+            ragged_descriptor(sums, QUERY_ROWS, head_dim // 2),
+            statistics,
+            statistics if delta is None else delta,
+            statistics.stride(0),
+            units,
+            units.shape[0],
+            heads,
+            scale,
+            HEAD_DIM=head_dim,
+            Q_STAGES=config.q_stages,
+            REGISTERS=config.registers,
+            ACTIVATION=activation,
+            DIRECT=not dense,
+            num_warps=4,
+            num_stages=1,
+        )
         if not dense:
             width = heads * head_dim
             round_kernel[(units.shape[0], 16)](

@@ -1,10 +1,10 @@
 """What the TLX kernels for Hopper share: descriptors that end with a sequence, and the sorted list of valid tiles.
 
-TLX (PyPI fbtriton) is Triton with explicit warp specialisation. A TMA descriptor knows the extent of a tensor, not of a
-sequence inside it, so a plain one would read the next sequence's rows past a ragged end. `ragged_descriptor` adds two
-dimensions whose strides cancel modulo 2^64, so that the hardware's own bounds check falls on the sequence's last row: loads
-past it give zeros, stores past it are dropped, and no descriptor is rewritten on the device. (Same arithmetic as
-triton.tools.ragged_tma.) A sequence without rows loads zeros only, so empty keys need no branch.
+TLX (PyPI fbtriton) is Triton with explicit warp specialisation. A TMA descriptor knows the extent of a tensor, not of
+a sequence inside it, so a plain one would read the next sequence's rows past a ragged end. `ragged_descriptor` adds
+two dimensions whose strides cancel modulo 2^64, so that the hardware's own bounds check falls on the sequence's last
+row: loads past it give zeros, stores past it are dropped, and no descriptor is rewritten on the device. (Same
+arithmetic as triton.tools.ragged_tma.) A sequence without rows loads zeros only, so empty keys need no branch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ragged_descriptor(x: torch.Tensor, block_rows: int, block_columns: int | Non
 
     Needs heads packed behind each other (stride(1) == D, stride(2) == 1) and 16-byte rows; see `packed_heads`.
     """
-    rows, heads, dim = x.shape
+    heads, dim = x.shape[1:]
     stride = x.stride(0)
     shape = [0x7FFF0000, 0x7FFF0000, _FAR, heads * dim]
     return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], [1, 1, block_rows, block_columns or dim])
@@ -63,9 +63,21 @@ def add_ragged(desc, buffer, first, size, row, column):
 
 @triton.jit
 def _tile_table_kernel(
-    ends, order, q_offsets, kv_offsets, table, batch, q_rows_total, dense_rows, slots,
-    q_stride, kv_stride, DENSE_Q: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ends,
+    order,
+    q_offsets,
+    kv_offsets,
+    table,
+    batch,
+    q_rows_total,
+    dense_rows,
+    slots,
+    q_stride,
+    kv_stride,
+    DENSE_Q: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """table[t] = (first q row, q rows, first kv row, kv rows, first tile of the sequence, its tiles, output row, 0)."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
@@ -107,9 +119,9 @@ def build_tile_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Valid tiles of `block_rows` query rows, longest keys first. Device tensors only, no synchronisation.
 
-    q_offsets None: q_rows dense queries shared by every sequence. Otherwise q_rows is the length of the packed axis and the rows
-    past offsets[-1] form one more sequence without keys, whose zeros the kernel writes. Returns (table int32 [slots, 8], count
-    int32 [1]); slots is an upper bound that follows from shapes alone.
+    q_offsets None: q_rows dense queries shared by every sequence. Otherwise q_rows is the length of the packed axis
+    and the rows past offsets[-1] form one more sequence without keys, whose zeros the kernel writes. Returns (table
+    int32 [slots, 8], count int32 [1]); slots is an upper bound that follows from shapes alone.
     """
     batch = kv_offsets.numel() - 1
     device = kv_offsets.device
@@ -131,10 +143,22 @@ def build_tile_table(
     table = torch.empty((slots, _TABLE_WIDTH), dtype=torch.int32, device=device)
     block = 128
     _tile_table_kernel[(triton.cdiv(slots, block),)](
-        ends, order, q_offsets if q_offsets is not None else kv_offsets, kv_offsets, table, batch, q_rows, q_rows, slots,
-        q_offsets.stride(0) if q_offsets is not None else 1, kv_offsets.stride(0), DENSE_Q=q_offsets is None,
-        STEPS=max(batch + 1, 1).bit_length() + 1, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        ends,
+        order,
+        q_offsets if q_offsets is not None else kv_offsets,
+        kv_offsets,
+        table,
+        batch,
+        q_rows,
+        q_rows,
+        slots,
+        q_offsets.stride(0) if q_offsets is not None else 1,
+        kv_offsets.stride(0),
+        DENSE_Q=q_offsets is None,
+        STEPS=max(batch + 1, 1).bit_length() + 1,
+        BLOCK=block,
+        num_warps=4,
+    )
     return table, ends[-1:]
 
 
@@ -142,14 +166,19 @@ _TABLES: dict[tuple, tuple] = {}
 
 
 def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`build_tile_table`, kept per pair of offsets tensors: the layers of a step share them, so only the first one pays.
+    """`build_tile_table`, kept per pair of offsets tensors: the layers of a step share them, so only the first one
+    pays.
 
     The key holds the tensors' identity and version; entries leave with their offsets tensor.
     """
     key = (
-        id(q_offsets), -1 if q_offsets is None else q_offsets._version,
-        id(kv_offsets), kv_offsets._version, q_rows, block_rows,
-    )  # fmt: skip
+        id(q_offsets),
+        -1 if q_offsets is None else q_offsets._version,
+        id(kv_offsets),
+        kv_offsets._version,
+        q_rows,
+        block_rows,
+    )
     found = _TABLES.get(key)
     if found is not None and found[0]() is kv_offsets and (q_offsets is None or found[1]() is q_offsets):
         return found[2]

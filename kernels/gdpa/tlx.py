@@ -1,13 +1,14 @@
 """GDPA on Hopper with explicit warp specialisation: o = act(scale q k^T) v, forward.
 
-Source: GDPA drops the softmax-correction stage; for short keys the loop over query tiles is what must be pipelined; empty tiles
-are skipped and the rest dealt to SMs in zigzag order; GELU's tanh may become a polynomial.
+Source: GDPA drops the softmax-correction stage; for short keys the loop over query tiles is what must be pipelined;
+empty tiles are skipped and the rest dealt to SMs in zigzag order; GELU's tanh may become a polynomial.
 
-One persistent program per SM. A producer warp streams q, k and v tiles through TMA; each of GROUPS consumer warp groups owns 64
-query rows. A consumer always has the next score product in flight while it applies the activation, also across tiles: the
-first score product of tile i + 1 is issued together with the last value product of tile i (outer-loop pipelining), so that one
-or two key blocks per tile cost no bubble. Two consumers take turns at the tensor cores (ping-pong). Ragged ends need no mask:
-rows past a sequence's end arrive as zeros, act(0) = 0, and stores past it are dropped by the hardware.
+One persistent program per SM. A producer warp streams q, k and v tiles through TMA; each of GROUPS consumer warp
+groups owns 64 query rows. A consumer always has the next score product in flight while it applies the activation,
+also across tiles: the first score product of tile i + 1 is issued together with the last value product of tile i
+(outer-loop pipelining), so that one or two key blocks per tile cost no bubble. Two consumers take turns at the tensor
+cores (ping-pong). Ragged ends need no mask: rows past a sequence's end arrive as zeros, act(0) = 0, and stores past
+it are dropped by the hardware.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.extra.tlx.warp_spec import get_bufidx_phase
 
+from .. import tlx_backward
+from ..registry import Case, Implementation
 from ..tlx_common import (
     GROUP_ROWS,
+    hopper_only,
     load_ragged,
     my_tiles,
     num_sms,
@@ -75,20 +79,26 @@ def _tanh(x):
 
 @triton.jit
 def _gate_bf16x2(h, u):
-    """h + h tanh(u), two at a time in bf16. Not marked pure: a pure block may sink between two wgmma, which serialises them."""
+    """h + h tanh(u), two at a time in bf16. Not marked pure: a pure block may sink between two wgmma, which
+    serialises them.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 t; tanh.approx.bf16x2 t, $2; fma.rn.bf16x2 $0, $1, t, $1; }",
-        "=r,r,r", [h, u], dtype=tl.bfloat16, is_pure=False, pack=2,
-    )  # fmt: skip
+        "=r,r,r",
+        [h, u],
+        dtype=tl.bfloat16,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @triton.jit
 def activate(s, scale, ACTIVATION: tl.constexpr, FAST: tl.constexpr, dtype: tl.constexpr):
     """act(scale * s) / output_factor(scale) in the operand type of the second product.
 
-    The common factor scale / 2 of GELU and SiLU leaves the elementwise part: o is linear in it, so it is applied once to the
-    accumulator. The inner scale is folded into the coefficients. Left per element: tanh 4 arithmetic instructions and 1 of
-    the special-function unit, Taylor 4.
+    The common factor scale / 2 of GELU and SiLU leaves the elementwise part: o is linear in it, so it is applied once
+    to the accumulator. The inner scale is folded into the coefficients. Left per element: tanh 4 arithmetic
+    instructions and 1 of the special-function unit, Taylor 4.
     """
     if ACTIVATION == "relu":
         return tl.maximum(s * scale, 0.0).to(dtype)
@@ -123,10 +133,24 @@ def output_factor(scale, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gdpa_fwd_kernel(
-    desc_q, desc_k, desc_v, desc_o, table, count, H, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, KV_STAGES: tl.constexpr, Q_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr, PINGPONG: tl.constexpr, ACTIVATION: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
+    desc_q,
+    desc_k,
+    desc_v,
+    desc_o,
+    table,
+    count,
+    H,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KV_STAGES: tl.constexpr,
+    Q_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    PINGPONG: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
+):
     ROWS: tl.constexpr = 64
     BLOCK_M: tl.constexpr = ROWS * GROUPS
     dtype: tl.constexpr = tlx.dtype_of(desc_q)
@@ -287,12 +311,26 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, activation: 
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
         gdpa_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
-            ragged_descriptor(q, GROUP_ROWS), ragged_descriptor(k, config.block_n), ragged_descriptor(v, config.block_n),
-            ragged_descriptor(out, GROUP_ROWS), table, count, heads, scale, HEAD_DIM=head_dim, BLOCK_N=config.block_n,
-            GROUPS=config.groups, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages, REGISTERS=config.registers,
-            PINGPONG=config.pingpong and config.groups == 2, ACTIVATION=activation, FAST=config.fast_tanh == "bf16x2",
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
+            ragged_descriptor(q, GROUP_ROWS),
+            ragged_descriptor(k, config.block_n),
+            ragged_descriptor(v, config.block_n),
+            ragged_descriptor(out, GROUP_ROWS),
+            table,
+            count,
+            heads,
+            scale,
+            HEAD_DIM=head_dim,
+            BLOCK_N=config.block_n,
+            GROUPS=config.groups,
+            KV_STAGES=config.kv_stages,
+            Q_STAGES=config.q_stages,
+            REGISTERS=config.registers,
+            PINGPONG=config.pingpong and config.groups == 2,
+            ACTIVATION=activation,
+            FAST=config.fast_tanh == "bf16x2",
+            num_warps=4,
+            num_stages=1,
+        )
     return out.view(-1, q.shape[0], heads, head_dim) if dense else out
 
 

@@ -2,10 +2,10 @@
 
 Source: warp specialisation + TMA + persistent kernels through TLX are the last generation of its attention kernel.
 
-The structure is that of gdpa/tlx.py: a TMA producer warp, consumer warp groups of 64 query rows in ping-pong, a zigzag list of
-valid tiles, the next score product always in flight, also across tiles. What softmax adds is a running maximum and sum per row.
-Keys past a sequence's end arrive as zeros; only the last key block of a sequence, and the edge blocks of a window, take the
-branch that masks them, so the main loop has no mask.
+The structure is that of gdpa/tlx.py: a TMA producer warp, consumer warp groups of 64 query rows in ping-pong, a
+zigzag list of valid tiles, the next score product always in flight, also across tiles. What softmax adds is a running
+maximum and sum per row. Keys past a sequence's end arrive as zeros; only the last key block of a sequence, and the
+edge blocks of a window, take the branch that masks them, so the main loop has no mask.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ from ..tlx_common import (
 )
 from . import triton_schemes
 from .triton_backward import delta_kernel
-
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,25 @@ def masked(s, row, key, kv_size, WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def attention_fwd_kernel(
-    desc_q, desc_k, desc_v, desc_o, lse, lse_stride, table, count, H, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, KV_STAGES: tl.constexpr, Q_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr, PINGPONG: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    desc_q,
+    desc_k,
+    desc_v,
+    desc_o,
+    lse,
+    lse_stride,
+    table,
+    count,
+    H,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KV_STAGES: tl.constexpr,
+    Q_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+    PINGPONG: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     ROWS: tl.constexpr = 64
     BLOCK_M: tl.constexpr = ROWS * GROUPS
     dtype: tl.constexpr = tlx.dtype_of(desc_q)
@@ -299,7 +311,9 @@ def attention_fwd_kernel(
 
 
 def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float, window: int | None = None):
-    """Forward with a given tile -> (o, lse float32 [H, rows]). Shapes as in api.jagged_attention; q_offsets None = dense."""
+    """Forward with a given tile -> (o, lse float32 [H, rows]). Shapes as in api.jagged_attention; q_offsets None =
+    dense.
+    """
     heads, head_dim = q.shape[1:]
     block_m = GROUP_ROWS * config.groups
     dense = q_offsets is None
@@ -312,11 +326,27 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
         attention_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
-            ragged_descriptor(q, GROUP_ROWS), ragged_descriptor(k, config.block_n), ragged_descriptor(v, config.block_n),
-            ragged_descriptor(out, GROUP_ROWS), lse, lse.stride(0), table, count, heads, scale, HEAD_DIM=head_dim,
-            BLOCK_N=config.block_n, GROUPS=config.groups, KV_STAGES=config.kv_stages, Q_STAGES=config.q_stages,
-            REGISTERS=config.registers, PINGPONG=config.pingpong and config.groups == 2, WINDOW=window, num_warps=4, num_stages=1,
-        )  # fmt: skip
+            ragged_descriptor(q, GROUP_ROWS),
+            ragged_descriptor(k, config.block_n),
+            ragged_descriptor(v, config.block_n),
+            ragged_descriptor(out, GROUP_ROWS),
+            lse,
+            lse.stride(0),
+            table,
+            count,
+            heads,
+            scale,
+            HEAD_DIM=head_dim,
+            BLOCK_N=config.block_n,
+            GROUPS=config.groups,
+            KV_STAGES=config.kv_stages,
+            Q_STAGES=config.q_stages,
+            REGISTERS=config.registers,
+            PINGPONG=config.pingpong and config.groups == 2,
+            WINDOW=window,
+            num_warps=4,
+            num_stages=1,
+        )
     return (out.view(-1, q.shape[0], heads, head_dim) if dense else out), lse
 
 
@@ -334,21 +364,56 @@ def row_dot(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
     delta = torch.empty((heads, rows), dtype=torch.float32, device=o.device)
     block = 64
     delta_kernel[(triton.cdiv(rows, block) * heads,)](
-        o, do, delta, rows, heads, *o.stride()[:2], *do.stride()[:2], HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK=block,
-    )  # fmt: skip
+        o,
+        do,
+        delta,
+        rows,
+        heads,
+        *o.stride()[:2],
+        *do.stride()[:2],
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK=block,
+    )
     return delta
 
 
 def backward(
-    do, q, k, v, o, lse, q_offsets, kv_offsets, *, scale, window=None, bias=None, max_q_len=None, max_kv_len=None, schedule=None
-):  # fmt: skip
+    do,
+    q,
+    k,
+    v,
+    o,
+    lse,
+    q_offsets,
+    kv_offsets,
+    *,
+    scale,
+    window=None,
+    bias=None,
+    max_q_len=None,
+    max_kv_len=None,
+    schedule=None,
+):
     """(dq, dk, dv, None); arguments as in `api.py`. A window's backward is that of v2, which skips off-window tiles."""
     if window is not None:
         return triton_schemes.backward(
-            do, q, k, v, o, lse, q_offsets, kv_offsets, scale=scale, window=window, bias=None, max_q_len=max_q_len,
-            max_kv_len=max_kv_len, schedule=None, scheme="split",
-        )  # fmt: skip
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            q_offsets,
+            kv_offsets,
+            scale=scale,
+            window=window,
+            bias=None,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            schedule=None,
+            scheme="split",
+        )
     heads, head_dim = q.shape[1:]
     o, do = o.reshape(-1, heads, head_dim), do.reshape(-1, heads, head_dim)
     grads = tlx_backward.backward_with(
