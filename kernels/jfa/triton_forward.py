@@ -22,7 +22,7 @@ def bias_bucket(i, j, t_i, t_j, buckets, BIAS: tl.constexpr):
     if BIAS == 1:
         return tl.minimum(tl.maximum(j - i + buckets // 2, 0), buckets - 1)
     else:
-        distance = (1 + tl.abs(t_i - t_j)).to(tl.float64)
+        distance = tl.abs(t_i - t_j).to(tl.float64) + 1.0
         exponent = (distance.to(tl.int64, bitcast=True) >> 52) - 1023
         return tl.minimum(exponent, buckets - 1).to(tl.int32)
 

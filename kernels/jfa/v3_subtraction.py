@@ -28,6 +28,9 @@ from .triton_forward import check_scale, query_rows
 
 MASKINGS = ("mask2d", "subtraction", "none")
 DEFAULT_SCHEME = "split"
+# Least remainder kept, as a share of the subtracted mass. 2^-8 costs 8 of float32's 24 bits: nothing beside 16-bit
+# inputs. A float32 call wants all of its bits, so it subtracts only where the surplus is the small part.
+FLOOR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-8, torch.float32: 4.0}
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def forward_kernel(
     q, k, v, o, lse, tiles, count, q_offsets, kv_offsets, sq_off, skv_off, batch, total_q, heads, rows,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, scale_log2,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED_Q: tl.constexpr,
-    MASKING: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKING: tl.constexpr, TMA: tl.constexpr, FLOOR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, head). MASKING 0: none (whole tiles only), 1: 2-D mask on every tile, 2: subtraction."""
     place = tl.program_id(0) // heads
@@ -105,7 +108,7 @@ def forward_kernel(
             alpha = tl.exp2(m - m_new)
             surplus = (whole + BLOCK_N - kv_len).to(tl.float32) * tl.exp2(-m_new)
             l_new = l * alpha + tl.sum(p, 1) - surplus
-            if tl.min(l_new - surplus * 0.00390625, 0) <= 0:
+            if tl.min(l_new - surplus * FLOOR, 0) <= 0:
                 s = tl.where((whole + step < kv_len)[None, :], s, float("-inf"))
                 m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
                 p = tl.exp2(s * scale_log2 - m_new[:, None])
@@ -157,7 +160,8 @@ def masked_forward(q, k, v, q_offsets, kv_offsets, *, scale, masking="subtractio
             count, row_offsets, kv_offsets, row_offsets.stride(0), kv_offsets.stride(0), batch, rows, heads, rows,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], scale * LOG2E,
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SHARED_Q=shared,
-            MASKING=("none", "mask2d", "subtraction").index(masking), TMA=tma, PRECISION=precision_of(q.dtype),
+            MASKING=("none", "mask2d", "subtraction").index(masking), TMA=tma,
+            FLOOR=FLOOR[q.dtype], PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return (o.view(batch, q.shape[0], heads, head_dim) if shared else o), lse

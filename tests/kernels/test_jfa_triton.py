@@ -1,0 +1,141 @@
+"""Triton kernels of jagged attention without a GPU.
+
+In the interpreter for their values, by the compiler for sm_90 for their cost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.jfa import configs, triton_schemes, v1_masked, v2_tuned, v3_subtraction
+
+from .jfa_triton_checks import INTERPRETED
+from .triton_offline import compiling
+
+# Local memory a thread may use (bytes), spills and stack. Every default is free of it but the owner walk, whose read,
+# add and write of dQ needs more addresses than registers are left.
+MAX_LOCAL = {"owner": 512, "fused": 160}
+PHASE_OF = {
+    "split": ("dq", "dkdv"),
+    "atomic": ("dkdv",),
+    "recompute": ("fused",),
+    "owner": ("owner",),
+    "serial": ("owner",),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """Results of all checks, from one process that runs Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.kernels.jfa_triton_checks"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return {line["check"]: line["failure"] for line in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("check", INTERPRETED)
+def test_in_the_interpreter(check, interpreted):
+    assert check in interpreted, "the process did not reach this check"
+    assert interpreted[check] is None, interpreted[check]
+
+
+def _arguments(head_dim: int, dtype=torch.bfloat16):
+    def meta(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    offsets = meta(10, dtype=torch.int64)
+    rows = [meta(1000, 4, head_dim) for _ in range(3)]
+    return rows, offsets, meta(4, 1000, dtype=torch.float32)
+
+
+def compile_forward(phase: str, head_dim: int, config=None, **keywords):
+    """The forward kernel of v2 (fwd) or v3 with descriptors (fwd_tma), compiled for sm_90."""
+    (q, k, v), offsets, _ = _arguments(head_dim)
+    with configs.forced(**({phase: config} if config else {})), compiling() as found:
+        if phase == "fwd":
+            v2_tuned.forward(q, k, v, offsets, offsets, **({"scale": 0.1, "window": None, "bias": None} | keywords))
+        else:
+            v3_subtraction.masked_forward(q, k, v, offsets, offsets, scale=0.1, tma=True, **keywords)
+    return found[-1]
+
+
+def compile_backward(scheme: str, head_dim: int, config=None, window=None):
+    """The kernels of a backward scheme, compiled for sm_90."""
+    (q, k, v), offsets, lse = _arguments(head_dim)
+    forced = dict.fromkeys(PHASE_OF[scheme], config) if config else {}
+    with configs.forced(**forced), compiling() as found:
+        triton_schemes.backward(
+            q, q, k, v, q, lse, offsets, offsets, scale=0.1, window=window, bias=None, scheme=scheme
+        )  # fmt: skip
+    return [kernel for kernel in found if kernel.name not in ("tile_list_kernel", "delta_kernel")]
+
+
+def _fits(kernel, limit: int) -> None:
+    assert kernel.shared_bytes <= 227 * 1024, kernel
+    assert kernel.local_bytes <= limit, (
+        f"{kernel.name}: {kernel.local_bytes} bytes of local memory a thread, allowed {limit}"
+    )
+
+
+@pytest.mark.parametrize(
+    "head_dim", [64, 128, pytest.param(256, marks=pytest.mark.slow), pytest.param(96, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("phase", ["fwd", "fwd_tma"])
+def test_forward_compiles_without_spills(phase, head_dim):
+    _fits(compile_forward(phase, head_dim), 0)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [128, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("scheme", triton_schemes.SCHEMES)
+def test_backward_compiles_within_its_registers(scheme, head_dim):
+    for kernel in compile_backward(scheme, head_dim):
+        limit = 128 if scheme == "atomic" else max(MAX_LOCAL.get(phase, 0) for phase in PHASE_OF[scheme])
+        _fits(kernel, limit if head_dim <= 128 else 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("phase", configs.PHASES)
+def test_every_candidate_compiles(phase, head_dim):
+    for config in configs.candidates(phase, head_dim):
+        if phase.startswith("fwd"):
+            kernels = [compile_forward(phase, head_dim, config)]
+        else:
+            scheme = {"dq": "split", "dkdv": "split", "fused": "recompute", "owner": "owner"}[phase]
+            kernels = compile_backward(scheme, head_dim, config)
+        assert all(kernel.shared_bytes <= 227 * 1024 for kernel in kernels), config
+
+
+def test_the_naive_start_compiles():
+    (q, k, v), offsets, lse = _arguments(128)
+    settings = {"scale": 0.1, "window": None, "bias": None}
+    with compiling() as found:
+        v1_masked.forward(q, k, v, offsets, offsets, **settings)
+        v1_masked.backward(q, q, k, v, q, lse, offsets, offsets, **settings)
+    assert {"forward_kernel", "backward_kernel"} <= {kernel.name for kernel in found}
+
+
+def test_window_and_masking_variants_compile():
+    _fits(compile_forward("fwd", 128, window=256), 0)
+    _fits(compile_forward("fwd_tma", 128, masking="mask2d"), 0)
+
+
+def test_forced_configs_are_checked():
+    with pytest.raises(ValueError, match="unknown phase 'forward'"), configs.forced(forward=configs.FLOAT32):
+        pass
+    with pytest.raises(ValueError, match="unknown phase"):
+        configs.candidates("bwd", 128)
+    first = configs.candidates("fwd", 128)[0]
+    assert first == configs.select("fwd", 128, torch.bfloat16)
+    with configs.forced(fwd=configs.FLOAT32):
+        assert configs.select("fwd", 128, torch.bfloat16) == configs.FLOAT32
+    assert configs.select("fwd", 128, torch.bfloat16) == first
