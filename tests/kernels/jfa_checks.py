@@ -5,6 +5,8 @@ The tests call them for every implementation that runs here, the mutants call th
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
 from kernels import Bias, jagged_attention
@@ -289,6 +291,22 @@ def company_does_not_matter(impl: str, device="cpu", dtype=torch.float32, **keyw
                 assert torch.equal(got[name][before : before + length], alone[name]), f"{length}, {trial}: {name}"
 
 
+def a_crowd_does_not_matter(impl: str) -> None:
+    """1,025 short sequences on three threads, whose shares end at odd places: the bits of small batches."""
+    inputs = make_inputs("jagged_attention", [5] * 1025, num_heads=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        got = run(inputs, impl)
+    finally:
+        torch.set_num_threads(before)
+    few = offsets(*[5] * 41)
+    for start in range(0, 5125, 205):
+        part = (x[start : start + 205] for x in (inputs.q, inputs.k, inputs.v))
+        for name, value in run(Inputs(*part, few, None, inputs.do[start : start + 205]), impl).items():
+            assert torch.equal(got[name][start : start + 205], value), f"rows from {start}: {name}"
+
+
 def bias_has_its_gradient(impl: str, device="cpu", dtype=torch.float32) -> None:
     """Table and scores in all three forms: relative, relative across two lengths, time stamps."""
     table = torch.randn(2, 7, generator=torch.Generator().manual_seed(3)).to(device)
@@ -298,3 +316,34 @@ def bias_has_its_gradient(impl: str, device="cpu", dtype=torch.float32) -> None:
     against_reference(impl, inputs, bias=Bias(table, times), window=30)
     cross = make_inputs("jagged_attention", [20, 0, 1], [3, 5, 9], dtype=dtype, device=device)
     against_reference(impl, cross, bias=Bias(table))
+
+
+def bias_by_hand(impl: str, device="cpu") -> None:
+    """Two rows, zero scores, a table of three buckets: bucket = clamp(j - i + 1, 0, 2), so that 0 is the key before."""
+    zeros = torch.zeros(2, 1, 16, device=device)
+    v = torch.zeros_like(zeros)
+    v[:, 0, 0], v[:, 0, 1] = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    table = torch.tensor([[1.0, 2.0, 5.0]], device=device)
+    o = jagged_attention(zeros, zeros, v, offsets(2, device=device), bias=Bias(table), impl=impl)
+    expected = torch.tensor([[2.0, 5.0], [1.0, 2.0]]).softmax(1)
+    torch.testing.assert_close(o[:, 0, :2].cpu(), expected)
+
+
+def precision_is_strict(impl: str, device="cpu") -> None:
+    """While an op multiplies float32, TF32 and bfloat16 are off; afterwards the process has its own setting back."""
+    seen = []
+    original = torch.bmm
+
+    def watched(*arguments, **keywords):
+        seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+        return original(*arguments, **keywords)
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with mock.patch.object(torch, "bmm", watched):
+            run(make_inputs("jagged_attention", (5, 3), device=device), impl)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen and set(seen) == {("ieee", "ieee")}, set(seen)

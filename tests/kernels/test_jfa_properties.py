@@ -1,4 +1,4 @@
-"""Laws of jagged attention over drawn lengths, dtypes and flags; finite differences; what compilers and counters see"""
+"""Laws of jagged attention over drawn lengths, dtypes and flags; finite differences; compilers and the FLOP counter."""
 
 from __future__ import annotations
 
@@ -81,6 +81,10 @@ def test_company_does_not_matter_on_any_number_of_threads(threads):
         checks.company_does_not_matter("eager", window=9)
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_crowd_does_not_matter():
+    checks.a_crowd_does_not_matter("eager")
 
 
 @given(
