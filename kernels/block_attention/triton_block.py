@@ -29,7 +29,18 @@ PHASES = ("fwd", "bwd")
 BLOCK_SIZES = (16, 32, 64, 128)
 _DEFAULT = {("fwd", False): Config(1, 4, 1), ("fwd", True): Config(1, 4, 1),
             ("bwd", False): Config(1, 4, 1), ("bwd", True): Config(1, 4, 1)}  # fmt: skip
-_CANDIDATES = [(1, 4, 1), (2, 4, 1), (4, 4, 1), (4, 4, 2), (4, 4, 3), (2, 4, 2), (1, 8, 1), (4, 8, 1), (4, 8, 2), (1, 2, 1)]
+_CANDIDATES = [
+    (1, 4, 1),
+    (2, 4, 1),
+    (4, 4, 1),
+    (4, 4, 2),
+    (4, 4, 3),
+    (2, 4, 2),
+    (1, 8, 1),
+    (4, 8, 1),
+    (4, 8, 2),
+    (1, 2, 1),
+]
 
 
 def candidates(phase: str, head_dim: int, rotary: bool = False) -> list[Config]:
@@ -58,7 +69,9 @@ def _config(phase, q, rotary):
 
 def _launch(kernel, config, tensors, q, offsets, block_size, scale, rotary):
     if block_size not in BLOCK_SIZES:
-        raise ValueError(f"block_attention: impl 'triton' block_size {block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
+        raise ValueError(
+            f"block_attention: impl 'triton' block_size {block_size}; allowed: {', '.join(map(str, BLOCK_SIZES))}"
+        )
     cos, sin = (q, q) if rotary is None else (rotary.cos, rotary.sin)
     if rotary is not None and cos.stride(-1) != 1:
         cos = cos.contiguous()

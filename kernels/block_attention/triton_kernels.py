@@ -164,9 +164,10 @@ def backward_kernel(
                 c, s = _tables(cos, sin, first, rows, sc_t, ss_t, known, HEAD_DIM, BLOCK_D)
             q = load_turned(Q + h * sq_h, first, rows, sq_t, known, c, s, ROTARY, ON_Q, HEAD_DIM, BLOCK_D)
             k = load_turned(K + h * sk_h, first, rows, sk_t, known, c, s, ROTARY, ON_K, HEAD_DIM, BLOCK_D)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             v = load_turned(V + h * sv_h, first, rows, sv_t, known, c, s, ROTARY, ON_V, HEAD_DIM, BLOCK_D)
             do = load_turned(DO + h * sg_h, first, rows, sg_t, known, c, s, ROTARY, False, HEAD_DIM, BLOCK_D)
-            p, norm = _weights(tl.dot(q, tl.trans(k), input_precision=PRECISION), keys, scale)
+            p, norm = _weights(scores, keys, scale)
             p = p / norm[:, None]
             # Rows past the end have dO = 0: dp = 0, so ds = 0, and p meets zeros in dv.
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
