@@ -34,7 +34,7 @@ class _Family(Registry):
 
 REGISTRIES = {op: _Family(op, __package__) for op in ("norm", "norm_rotary", "pffn")}
 for _registry in REGISTRIES.values():
-    _registry.add("triton", ".triton_norm", 30)
+    _registry.add("triton", ".triton_ops", 30)
     _registry.add("reference", ".reference", 10)
 REGISTRIES["pffn"].add("eager", ".eager", 20)
 _select = {op: selector(registry) for op, registry in REGISTRIES.items()}
@@ -43,9 +43,8 @@ _select_norm, _select_norm_rotary, _select_pffn = (_select[op] for op in ("norm"
 
 def _check_norm(op: str, x: torch.Tensor, kind: str, eps: float) -> float:
     if not isinstance(x, torch.Tensor) or x.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"{op}: x is {x.dtype if isinstance(x, torch.Tensor) else type(x).__name__}; allowed: a tensor"
-        )
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise ValueError(f"{op}: x is {got}; allowed: a floating tensor")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; allowed: [..., N] with N >= 1")
     if kind not in KINDS:
@@ -67,7 +66,7 @@ def norm(x: torch.Tensor, *, kind: str = "rms", eps: float = 1e-5, impl: str = "
     """
     eps = _check_norm("norm", x, kind, eps)
     rows = unit_last_stride(x.reshape(-1, x.shape[-1]))
-    return norm_op(rows, kind, eps, _select_norm(impl, *static(x)))[0].view(x.shape)
+    return norm_op(rows, kind, eps, _select_norm(impl, *static(x))).view(x.shape)
 
 
 def norm_rotary(
@@ -91,7 +90,7 @@ def norm_rotary(
         raise ValueError(f"norm_rotary: x has shape {tuple(x.shape)}; allowed: [rows, heads, head_dim]")
     check_tables("norm_rotary", x, cos, sin)
     name = _select_norm_rotary(impl, *static(x), ("rotary",))
-    return norm_rotary_op(unit_last_stride(x), cos, sin, interleaved, kind, eps, name)[0]
+    return norm_rotary_op(unit_last_stride(x), cos, sin, interleaved, kind, eps, name)
 
 
 def pffn(

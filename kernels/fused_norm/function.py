@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import flops
-from ..validation import accumulation_dtype, unit_last_stride
+from ..validation import unit_last_stride
 
 
 def _implementation(op: str, impl: str):
@@ -22,53 +22,31 @@ def _implementation(op: str, impl: str):
     return loaded
 
 
-def _packed(tensors):
-    return tuple(x.contiguous() for x in tensors)
-
-
-def _statistics(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    return x.new_empty(shape, dtype=accumulation_dtype(x.dtype))
-
-
 # norm
 
 
 @torch.library.custom_op(
-    "gem_kernels::norm",
-    mutates_args=(),
-    schema="(Tensor x, str kind, float eps, str impl) -> (Tensor, Tensor, Tensor)",
+    "gem_kernels::norm", mutates_args=(), schema="(Tensor x, str kind, float eps, str impl) -> Tensor"
 )
 def norm_op(x, kind, eps, impl):
-    return _packed(_implementation("norm", impl).forward(x, kind=kind, eps=eps))
-
-
-@norm_op.register_fake
-def _(x, kind, eps, impl):
-    return x.new_empty(x.shape), _statistics(x, x.shape[0]), _statistics(x, x.shape[0])
+    return _implementation("norm", impl).forward(x, kind=kind, eps=eps).contiguous()
 
 
 @torch.library.custom_op(
     "gem_kernels::norm_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor mean, Tensor rstd, str kind, str impl) -> Tensor",
+    schema="(Tensor dy, Tensor x, str kind, float eps, str impl) -> Tensor",
 )
-def norm_backward_op(dy, x, mean, rstd, kind, impl):
-    return _implementation("norm", impl).backward(dy, x, mean, rstd, kind=kind).contiguous()
-
-
-@norm_backward_op.register_fake
-def _(dy, x, *_):
-    return x.new_empty(x.shape)
+def norm_backward_op(dy, x, kind, eps, impl):
+    return _implementation("norm", impl).backward(dy, x, kind=kind, eps=eps).contiguous()
 
 
 def _norm_context(ctx, inputs, output):
-    x, kind, _, impl = inputs
-    ctx.save_for_backward(x, *output[1:])
-    ctx.settings = kind, impl
-    ctx.mark_non_differentiable(*output[1:])
+    x, *ctx.settings = inputs
+    ctx.save_for_backward(x)
 
 
-def _norm_backward(ctx, dy, *_):
+def _norm_backward(ctx, dy):
     return norm_backward_op(unit_last_stride(dy), *ctx.saved_tensors, *ctx.settings), None, None, None
 
 
@@ -81,43 +59,37 @@ norm_op.register_autograd(_norm_backward, setup_context=_norm_context)
 @torch.library.custom_op(
     "gem_kernels::norm_rotary",
     mutates_args=(),
-    schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved, str kind, float eps, str impl)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor cos, Tensor sin, bool interleaved, str kind, float eps, str impl) -> Tensor",
 )
 def norm_rotary_op(x, cos, sin, interleaved, kind, eps, impl):
     implementation = _implementation("norm_rotary", impl)
-    return _packed(implementation.forward(x, cos, sin, interleaved=interleaved, kind=kind, eps=eps))
-
-
-@norm_rotary_op.register_fake
-def _(x, *_):
-    return x.new_empty(x.shape), _statistics(x, *x.shape[:2]), _statistics(x, *x.shape[:2])
+    return implementation.forward(x, cos, sin, interleaved=interleaved, kind=kind, eps=eps).contiguous()
 
 
 @torch.library.custom_op(
     "gem_kernels::norm_rotary_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor cos, Tensor sin, bool interleaved, "
-    "str kind, str impl) -> Tensor",
+    schema="(Tensor dy, Tensor x, Tensor cos, Tensor sin, bool interleaved, str kind, float eps, str impl) -> Tensor",
 )
-def norm_rotary_backward_op(dy, x, mean, rstd, cos, sin, interleaved, kind, impl):
+def norm_rotary_backward_op(dy, x, cos, sin, interleaved, kind, eps, impl):
     implementation = _implementation("norm_rotary", impl)
-    return implementation.backward(dy, x, mean, rstd, cos, sin, interleaved=interleaved, kind=kind).contiguous()
+    return implementation.backward(dy, x, cos, sin, interleaved=interleaved, kind=kind, eps=eps).contiguous()
 
 
+@norm_op.register_fake
+@norm_backward_op.register_fake
+@norm_rotary_op.register_fake
 @norm_rotary_backward_op.register_fake
-def _(dy, x, *_):
+def _(x, *_):
     return x.new_empty(x.shape)
 
 
 def _norm_rotary_context(ctx, inputs, output):
-    x, cos, sin, interleaved, kind, _, impl = inputs
-    ctx.save_for_backward(x, *output[1:], cos, sin)
-    ctx.settings = interleaved, kind, impl
-    ctx.mark_non_differentiable(*output[1:])
+    x, cos, sin, *ctx.settings = inputs
+    ctx.save_for_backward(x, cos, sin)
 
 
-def _norm_rotary_backward(ctx, dy, *_):
+def _norm_rotary_backward(ctx, dy):
     return norm_rotary_backward_op(unit_last_stride(dy), *ctx.saved_tensors, *ctx.settings), *[None] * 6
 
 
@@ -126,61 +98,45 @@ norm_rotary_op.register_autograd(_norm_rotary_backward, setup_context=_norm_rota
 
 # pffn
 
-
-@torch.library.custom_op(
-    "gem_kernels::pffn",
-    mutates_args=(),
-    schema="(Tensor s, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets, str activation, float scale, "
-    "float eps, int? max_q_len, int? max_kv_len, str impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+_PFFN = (
+    "Tensor s, Tensor k, Tensor v, {saved}Tensor q_offsets, Tensor kv_offsets, str activation, float scale, float eps, "
+    "int? max_q_len, int? max_kv_len, str impl"
 )
-def pffn_op(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, impl):
-    outputs = _implementation("pffn", impl).forward(
-        s,
-        k,
-        v,
-        q_offsets,
-        kv_offsets,
-        activation=activation,
-        scale=scale,
-        eps=eps,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-    )
-    return _packed(outputs)
+
+
+def _pffn_keywords(activation, scale, eps, max_q_len, max_kv_len) -> dict:
+    return {
+        "activation": activation,
+        "scale": scale,
+        "eps": eps,
+        "max_q_len": max_q_len,
+        "max_kv_len": max_kv_len,
+    }
+
+
+@torch.library.custom_op("gem_kernels::pffn", mutates_args=(), schema=f"({_PFFN.format(saved='')}) -> (Tensor, Tensor)")
+def pffn_op(s, k, v, q_offsets, kv_offsets, *settings):
+    *settings, impl = settings
+    out, u = _implementation("pffn", impl).forward(s, k, v, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    return out.contiguous(), u.contiguous()
 
 
 @pffn_op.register_fake
 def _(s, *_):
-    return s.new_empty(s.shape), s.new_empty(s.shape), *(_statistics(s, s.shape[0]) for _ in range(3))
+    return s.new_empty(s.shape), s.new_empty(s.shape)
 
 
 @torch.library.custom_op(
     "gem_kernels::pffn_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor s, Tensor k, Tensor v, Tensor u, Tensor mean, Tensor rstd, Tensor rstd_u, "
-    "Tensor q_offsets, Tensor kv_offsets, str activation, float scale, int? max_q_len, int? max_kv_len, str impl)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, {_PFFN.format(saved='Tensor u, ')}) -> (Tensor, Tensor, Tensor)",
 )
-def pffn_backward_op(
-    dout, s, k, v, u, mean, rstd, rstd_u, q_offsets, kv_offsets, activation, scale, max_q_len, max_kv_len, impl
-):
-    gradients = _implementation("pffn", impl).backward(
-        dout,
-        s,
-        k,
-        v,
-        u,
-        mean,
-        rstd,
-        rstd_u,
-        q_offsets,
-        kv_offsets,
-        activation=activation,
-        scale=scale,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-    )
-    return _packed(gradients)
+def pffn_backward_op(dout, s, k, v, u, q_offsets, kv_offsets, *settings):
+    *settings, impl = settings
+    implementation = _implementation("pffn", impl)
+    gradients = implementation.backward(dout, s, k, v, u, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    ds, dk, dv = (gradient.contiguous() for gradient in gradients)
+    return ds, dk, dv
 
 
 @pffn_backward_op.register_fake
@@ -189,13 +145,12 @@ def _(dout, s, k, v, *_):
 
 
 def _pffn_context(ctx, inputs, output):
-    s, k, v, q_offsets, kv_offsets, activation, scale, _, *rest = inputs
-    ctx.save_for_backward(s, k, v, *output[1:], q_offsets, kv_offsets)
-    ctx.settings = activation, scale, *rest
-    ctx.mark_non_differentiable(*output[1:])
+    s, k, v, q_offsets, kv_offsets, *ctx.settings = inputs
+    ctx.save_for_backward(s, k, v, output[1], q_offsets, kv_offsets)
+    ctx.mark_non_differentiable(output[1])
 
 
-def _pffn_backward(ctx, dout, *_):
+def _pffn_backward(ctx, dout, _):
     return *pffn_backward_op(unit_last_stride(dout), *ctx.saved_tensors, *ctx.settings), *[None] * 8
 
 
@@ -214,7 +169,7 @@ def _forward_flops(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q
 
 @register_flop_formula(torch.ops.gem_kernels.pffn_backward, get_raw=True)
 def _backward_flops(
-    dout, s, k, v, u, mean, rstd, rstd_u, q_offsets, kv_offsets, activation, scale, max_q_len, max_kv_len, *_, **__
+    dout, s, k, v, u, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, *_, **__
 ) -> int:
     return _count("bwd", s, q_offsets, kv_offsets, max_q_len, max_kv_len)
 

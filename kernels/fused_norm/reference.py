@@ -7,19 +7,20 @@ over the last dimension. Neither has weights: the source leaves them out. Backwa
 
     dx = rstd * (dy - y * mean(dy * y) [- mean(dy) for layer])
 
-Float32 for float32, bfloat16 and float16 inputs (one rounding per stored tensor), float64 for float64. Statistics are
-stored in that arithmetic's dtype.
+Float32 for float32, bfloat16 and float16 inputs (one rounding per stored tensor), float64 for float64. Nothing is
+kept for the backward pass but the input: its statistics cost less to form again than to store and read.
 
-An implementation module of this package exposes IMPLEMENTATIONS: op name -> Implementation, with the signatures below.
+An implementation module of this package exposes IMPLEMENTATIONS: op name -> Implementation, with the signatures
+below.
 
-    norm         forward(x [R, N], *, kind, eps) -> (y, mean [R], rstd [R])       (mean: zeros for rms)
-                 backward(dy, x, mean, rstd, *, kind) -> dx
-    norm_rotary  forward(x [T, H, D], cos, sin, *, interleaved, kind, eps) -> (y, mean [T, H], rstd [T, H])
-                 backward(dy, x, mean, rstd, cos, sin, *, interleaved, kind) -> dx
+    norm         forward(x [R, N], *, kind, eps) -> y
+                 backward(dy, x, *, kind, eps) -> dx
+    norm_rotary  forward(x [T, H, D], cos, sin, *, interleaved, kind, eps) -> y
+                 backward(dy, x, cos, sin, *, interleaved, kind, eps) -> dx
     pffn         forward(s, k, v, q_offsets, kv_offsets, *, activation, scale, eps, max_q_len, max_kv_len)
-                     -> (out, u [T, H, D], mean [T], rstd [T], rstd_u [T])
-                 backward(dout, s, k, v, u, mean, rstd, rstd_u, q_offsets, kv_offsets, *, activation, scale, max_q_len,
-                     max_kv_len) -> (ds, dk, dv)
+                     -> (out, u), both like s
+                 backward(dout, s, k, v, u, q_offsets, kv_offsets, *, activation, scale, eps, max_q_len, max_kv_len)
+                     -> (ds, dk, dv)
 """
 
 from __future__ import annotations
@@ -39,40 +40,42 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
-def normalise(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of x [..., N] in its own dtype; mean and rstd [...]."""
-    mean = x.mean(-1) if kind == "layer" else torch.zeros_like(x[..., 0])
-    centred = x - mean[..., None] if kind == "layer" else x
-    rstd = torch.rsqrt((centred * centred).mean(-1) + eps)
-    return centred * rstd[..., None], mean, rstd
+def _standardise(x: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, rstd) of x [..., N] in its own dtype; rstd [..., 1]."""
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+    rstd = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return centred * rstd, rstd
 
 
-def normalise_backward(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, kind: str) -> Tensor:
-    """dx in the dtype of dy and x, from the saved statistics."""
-    y = (x - mean[..., None]) * rstd[..., None] if kind == "layer" else x * rstd[..., None]
+def normalise(x: Tensor, kind: str, eps: float) -> Tensor:
+    """y of x [..., N], in x's dtype."""
+    return _standardise(x, kind, eps)[0]
+
+
+def normalise_backward(dy: Tensor, x: Tensor, kind: str, eps: float) -> Tensor:
+    """dx, in the dtype of dy and x."""
+    y, rstd = _standardise(x, kind, eps)
     inner = dy - y * (dy * y).mean(-1, keepdim=True)
     if kind == "layer":
         inner = inner - dy.mean(-1, keepdim=True)
-    return inner * rstd[..., None]
+    return inner * rstd
 
 
 def norm_forward(x, *, kind, eps):
-    y, mean, rstd = normalise(_wide(x), kind, eps)
-    return y.to(x.dtype), mean, rstd
+    return normalise(_wide(x), kind, eps).to(x.dtype)
 
 
-def norm_backward(dy, x, mean, rstd, *, kind):
-    return normalise_backward(_wide(dy), _wide(x), mean, rstd, kind).to(x.dtype)
+def norm_backward(dy, x, *, kind, eps):
+    return normalise_backward(_wide(dy), _wide(x), kind, eps).to(x.dtype)
 
 
 def norm_rotary_forward(x, cos, sin, *, interleaved, kind, eps):
-    y, mean, rstd = normalise(_wide(x), kind, eps)
-    return rotate(y, cos, sin, interleaved).to(x.dtype), mean, rstd
+    return rotate(normalise(_wide(x), kind, eps), cos, sin, interleaved).to(x.dtype)
 
 
-def norm_rotary_backward(dy, x, mean, rstd, cos, sin, *, interleaved, kind):
+def norm_rotary_backward(dy, x, cos, sin, *, interleaved, kind, eps):
     turned_back = rotate_back(_wide(dy), cos, sin, interleaved)
-    return normalise_backward(turned_back, _wide(x), mean, rstd, kind).to(x.dtype)
+    return normalise_backward(turned_back, _wide(x), kind, eps).to(x.dtype)
 
 
 def _inside(offsets: Tensor, rows: Tensor) -> Tensor:
@@ -87,60 +90,23 @@ def pffn_with(gdpa_forward: Callable, gdpa_backward: Callable) -> tuple[Callable
     hold, NaN included, goes nowhere; their outputs and gradients are zeros.
     """
 
-    def forward(s, k, v, q_offsets, kv_offsets, *, activation, scale, eps, max_q_len=None, max_kv_len=None):
+    def forward(s, k, v, q_offsets, kv_offsets, *, eps, **settings):
         shape, inside = s.shape, _inside(q_offsets, s)
         rows = _wide(s).flatten(1).masked_fill(~inside, 0.0)
-        normed, mean, rstd = normalise(rows, "layer", eps)
-        o = gdpa_forward(
-            normed.view(shape),
-            _wide(k),
-            _wide(v),
-            q_offsets,
-            kv_offsets,
-            activation=activation,
-            scale=scale,
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-        )
+        normed = normalise(rows, "layer", eps)
+        o = gdpa_forward(normed.view(shape), _wide(k), _wide(v), q_offsets, kv_offsets, **settings)
         u = o.flatten(1) + normed
-        y, _, rstd_u = normalise(u, "rms", eps)
-        return (y + rows).view(shape).to(s.dtype), u.view(shape).to(s.dtype), mean, rstd, rstd_u
+        out = normalise(u, "rms", eps) + rows
+        return out.view(shape).to(s.dtype), u.view(shape).to(s.dtype)
 
-    def backward(
-        dout,
-        s,
-        k,
-        v,
-        u,
-        mean,
-        rstd,
-        rstd_u,
-        q_offsets,
-        kv_offsets,
-        *,
-        activation,
-        scale,
-        max_q_len=None,
-        max_kv_len=None,
-    ):
+    def backward(dout, s, k, v, u, q_offsets, kv_offsets, *, eps, **settings):
         shape, inside = s.shape, _inside(q_offsets, s)
         rows = _wide(s).flatten(1).masked_fill(~inside, 0.0)
         d_rows = _wide(dout).flatten(1).masked_fill(~inside, 0.0)
-        du = normalise_backward(d_rows, _wide(u).flatten(1), torch.zeros_like(rstd_u), rstd_u, "rms")
-        normed = (rows - mean[:, None]) * rstd[:, None]
-        dq, dk, dv = gdpa_backward(
-            du.view(shape),
-            normed.view(shape),
-            _wide(k),
-            _wide(v),
-            q_offsets,
-            kv_offsets,
-            activation=activation,
-            scale=scale,
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-        )
-        ds = normalise_backward(dq.flatten(1) + du, rows, mean, rstd, "layer") + d_rows
+        du = normalise_backward(d_rows, _wide(u).flatten(1), "rms", eps)
+        normed = normalise(rows, "layer", eps).view(shape)
+        dq, dk, dv = gdpa_backward(du.view(shape), normed, _wide(k), _wide(v), q_offsets, kv_offsets, **settings)
+        ds = normalise_backward(dq.flatten(1) + du, rows, "layer", eps) + d_rows
         return ds.view(shape).to(s.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     return forward, backward

@@ -86,6 +86,15 @@ def test_strided_input_and_gradient(interleaved):
     torch.testing.assert_close(leaf.grad, ones)
 
 
+@both_layouts
+def test_more_leading_dimensions(interleaved):
+    x, cos, sin = draw(12, 2, 8)
+    y = apply_rotary(x.view(3, 4, 2, 8), cos.view(3, 4, 4), sin.view(3, 4, 4), interleaved)
+    assert torch.equal(y.view(x.shape), apply_rotary(x, cos, sin, interleaved))
+    with pytest.raises(ValueError, match=r"cos has shape \(12, 4\); allowed: \(3, 4, 4\)"):
+        apply_rotary(x.view(3, 4, 2, 8), cos, sin, interleaved)
+
+
 def test_a_row_depends_on_that_row_alone():
     x, cos, sin = draw(40, 3, 10, torch.float32)
     all_rows = apply_rotary(x, cos, sin)
@@ -112,7 +121,7 @@ def test_bad_arguments_say_what_is_allowed():
     x, cos, sin = draw(5, 2, 8, torch.float32)
     for arguments, message in (
         ((x[..., :7], cos, sin), "head_dim 7.*even"),
-        ((x[0], cos, sin), r"\[rows, heads, head_dim\]"),
+        ((x[0], cos, sin), r"\[..., heads, head_dim\]"),
         ((x.long(), cos, sin), "floating"),
         ((x, cos[:4], sin), r"cos has shape \(4, 4\); allowed: \(5, 4\)"),
         ((x, cos, sin.bfloat16()), "sin is torch.bfloat16"),
