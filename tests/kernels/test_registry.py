@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
+import kernels
 from kernels.registry import Case, Implementation, Registry
 
 CASE = Case("cpu", (0, 0), torch.float32, 64)
@@ -79,3 +82,21 @@ else:
     raise SystemExit("no AttributeError")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_readme_example_runs_and_prints_what_it_says(monkeypatch, capsys):
+    text = (Path(kernels.__file__).parent / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    monkeypatch.setitem(sys.modules, "gem_kernels", kernels)
+    exec(compile(code, "README.md", "exec"), {})
+    claimed = re.search(r"# ([\d,]+): useful pairs only", code).group(1).replace(",", "")
+    assert capsys.readouterr().out.splitlines()[-1] == claimed
+
+
+def test_every_public_name_of_the_readme_exists():
+    text = (Path(kernels.__file__).parent / "README.md").read_text()
+    table = text.split("## What is in it")[1].split("## Conventions")[0]
+    details = {"pad", "unpad", "concatenate", "time_buckets", "grid", "valid", "zigzag", "act"}
+    names = set(re.findall(r"`(\w+)", table)) - details
+    assert names <= set(kernels.__all__), names - set(kernels.__all__)
+    assert set(kernels.__all__) <= names, set(kernels.__all__) - names
