@@ -239,6 +239,9 @@ _SMS: dict[int, int] = {}
 
 
 def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere, where kernels are compiled but not run."""
+    if device.type != "cuda":
+        return 1
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index not in _SMS:
         _SMS[index] = torch.cuda.get_device_properties(index).multi_processor_count

@@ -36,6 +36,7 @@ from ..tlx_common import (
     tile_table,
     zigzag,
 )
+from . import triton_gdpa
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,21 @@ def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None
 
 
 def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
-    """(dq, dk, dv); arguments as in `api.py`."""
+    """(dq, dk, dv); arguments as in `api.py`. The TLX backward is laid out for head_dim 128; 64 takes the Triton one."""
+    if q.shape[-1] != 128:
+        return triton_gdpa.backward(
+            do,
+            q,
+            k,
+            v,
+            q_offsets,
+            kv_offsets,
+            activation=activation,
+            scale=scale,
+            max_q_len=max_q_len,
+            max_kv_len=max_kv_len,
+            schedule=None,
+        )
     return tlx_backward.backward_with(
         tlx_backward.Config(), do, q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale
     )

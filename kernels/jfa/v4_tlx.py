@@ -395,8 +395,12 @@ def backward(
     max_kv_len=None,
     schedule=None,
 ):
-    """(dq, dk, dv, None); arguments as in `api.py`. A window's backward is that of v2, which skips off-window tiles."""
-    if window is not None:
+    """(dq, dk, dv, None); arguments as in `api.py`.
+
+    The TLX backward is laid out for head_dim 128 without a window; the others take that of v2, which skips off-window
+    tiles.
+    """
+    if window is not None or q.shape[-1] != 128:
         return triton_schemes.backward(
             do,
             q,
