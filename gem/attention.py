@@ -116,8 +116,6 @@ def self_attention(
         v,
         events.offsets,
         window=window,
-        max_q_len=events.longest,
-        max_kv_len=events.longest,
         impl=impl,
     )
 
@@ -140,7 +138,7 @@ def pooled_attention(
         q_offsets = torch.arange(batch + 1, device=q.device) * num_queries
         o = _varlen(queries, k, v, q_offsets, events.offsets, num_queries, events.longest, None)
         return o.view(batch, num_queries, *q.shape[1:])
-    return jagged_attention(q, k, v, None, events.offsets, max_kv_len=events.longest, impl=impl)
+    return jagged_attention(q, k, v, None, events.offsets, impl=impl)
 
 
 def generalized_attention(
@@ -151,12 +149,13 @@ def generalized_attention(
     *,
     activation: str,
     scale: float,
+    num_kv: int,
     impl: str,
     recipe=None,
 ) -> torch.Tensor:
     """GDPA: activation(scale * q k^T) v per head over the sample's generated keys.
 
-    q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D].
+    q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D]. num_kv: a constant, so that it is one under compilation too.
     """
     if events.mask is not None:
         batch = events.mask.shape[0]
@@ -167,7 +166,6 @@ def generalized_attention(
         return mxfp8.gdpa_mx(
             q, k, v, events.offsets, events.kv_offsets, activation=activation, scale=scale, recipe=recipe
         )
-    num_kv = k.shape[0] // (events.offsets.shape[0] - 1) if events.offsets.shape[0] > 1 else 0
     return gdpa(
         q,
         k,
@@ -176,7 +174,6 @@ def generalized_attention(
         events.kv_offsets,
         activation=activation,
         scale=scale,
-        max_q_len=events.longest,
         max_kv_len=num_kv,
         impl=impl,
     )

@@ -6,6 +6,8 @@ Order in which a model is wrapped (see `gem.train.build`): precision (replaces l
 
 from __future__ import annotations
 
+import torch
+
 from gem.model import GEM
 
 BACKENDS = ("eager", "aot_eager", "inductor")
@@ -19,6 +21,9 @@ def apply(model: GEM, implementation: str) -> GEM:
     if implementation not in BACKENDS:
         raise ValueError(f"compile: unknown implementation {implementation!r}; allowed: {', '.join(BACKENDS)}")
     if implementation != "eager":
+        # scales are constants of a graph, lengths are not; the layers share one forward, so each counts as a recompilation
+        torch._dynamo.config.specialize_float = True
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.layers))
         for layer in model.layers:
             layer.compile(backend=implementation, fullgraph=True, dynamic=True)
     return model

@@ -251,7 +251,7 @@ PRESETS: dict[str, ModelConfig] = {
     "base": ModelConfig(
         width=512, num_layers=4, events=(EventSize(512, 4, 4, 100), EventSize(512, 4, 2, 100), EventSize(256, 2, 2, 50)),
         num_tokens=64, num_summary=16, num_kv=128, num_seeds=32, num_hsp_seeds=128, kron_rank=8, num_experts=2,
-        expert_rank=32, expert_hidden=4096, head_hidden=512, dense_hidden=512, table_dim=128,
+        expert_rank=32, expert_hidden=2048, head_hidden=512, dense_hidden=512, table_dim=128,
     ),
     # several GPUs
     "large": ModelConfig(

@@ -8,6 +8,8 @@ Histories longer than the event type's max_length keep their LAST events, the on
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,13 +120,14 @@ def checked_kjt(
     total = int(lengths.sum())
     if total != values.numel():
         raise ValueError(f"keyed jagged tensor: sum of lengths {total} differs from value count {values.numel()}")
+    per_key = lengths.view(len(keys), -1).sum(1).tolist()
     if sizes is not None:
-        per_key = lengths.view(len(keys), -1).sum(1).tolist()
         start = 0
         for key, count in zip(keys, per_key, strict=True):
             check_ids(key, values[start : start + count], sizes[key])
             start += count
-    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
+    # known here, so that splitting by key needs no look at the device later
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, length_per_key=per_key)
 
 
 def check_ids(table: str, ids: torch.Tensor | np.ndarray, size: int) -> None:
@@ -355,6 +358,44 @@ class Split:
         """Every row once, in file order, the last batch partial: for evaluation."""
         for start in range(0, self.num_rows, batch_size):
             yield self.batch(np.arange(start, min(start + batch_size, self.num_rows)))
+
+
+def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
+    """Batches on `device`, made and copied by a thread while earlier ones train. On a CPU they are made in turn."""
+    if device.type == "cpu":
+        yield from batches
+        return
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+    stop = threading.Event()
+
+    def put(item) -> bool:
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work():
+        try:
+            for batch in batches:
+                if not put(batch.to(device)):
+                    return
+            put(None)
+        except Exception as error:  # raised again where the batch was wanted
+            put(error)
+
+    thread = threading.Thread(target=work, daemon=True, name="prefetch")
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _kjt(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:

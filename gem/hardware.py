@@ -47,7 +47,8 @@ def dense_peak(device_name: str, precision: str) -> Peak:
 @lru_cache
 def measured_gemm_peak(size: int = 768, repeats: int = 7) -> Peak:
     """Best float32 matrix-product rate of this CPU with the threads torch uses now. Takes a fraction of a second."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
+    generator = torch.Generator().manual_seed(0)  # a measurement must not move the training's random state
+    a, b = (torch.randn(size, size, generator=generator) for _ in range(2))
     a @ b
     best = float("inf")
     for _ in range(repeats):

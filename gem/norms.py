@@ -29,7 +29,7 @@ def layer_norm(x: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm without weights: x / sqrt(mean(x^2) + eps), dtype of x kept."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=EPS).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], eps=EPS).to(x.dtype)
 
 
 class KeyNorm(nn.Module):

@@ -56,7 +56,6 @@ class PersonalisedFeedForward(nn.Module):
                 activation=self.activation,
                 scale=self.scale,
                 eps=EPS,
-                max_q_len=events.longest,
                 max_kv_len=self.num_kv,
                 impl=self.fused,
             ).flatten(-2)
@@ -68,6 +67,7 @@ class PersonalisedFeedForward(nn.Module):
             events,
             activation=self.activation,
             scale=self.scale,
+            num_kv=self.num_kv,
             impl=self.impl,
             recipe=self.precision,
         )

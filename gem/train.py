@@ -25,7 +25,7 @@ from gem import compile as compilation
 from gem import config as configuration
 from gem.config import Config, Precision
 from gem.counts import Counts
-from gem.dataset import Batch, Split
+from gem.dataset import Batch, Split, prefetch
 from gem.diagnose import first_bad_tensor
 from gem.heads import loss_sums, normalised_loss
 from gem.model import GEM
@@ -109,32 +109,47 @@ def train_seed(
     result_path.unlink(missing_ok=True)
     model = build(config, data, seed, device)
     optimizers = Optimizers(model, config, total_steps)
-    first, times, losses = 0, [], []
+    first, times, losses, flops, samples = 0, [], [], 0, 0
     if resume and checkpoint_path.is_file():
         state = checkpoint.load(checkpoint_path, identity)
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         checkpoint.set_random_state(state["random"], device)
         first, times, losses = state["step"], list(state["times"]), list(state["losses"])
+        flops, samples = state["flops"], state["samples"]
     _cut_log(log_path, first)
     hardware.reset_peak_memory(device)
-    flops, samples = 0, 0
+    seen: list[Counts] = []  # counted outside the timed steps
+
+    def save(step: int) -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": optimizers.state_dict(),
+            "random": checkpoint.random_state(device),
+            "flops": flops,
+            "samples": samples,
+        }
+        checkpoint.save(checkpoint_path, state | {"step": step, "times": times, "losses": losses, "identity": identity})
+
+    def count() -> tuple[int, int]:
+        done = sum(model.step_flops(counts) for counts in seen), sum(counts.batch for counts in seen)
+        seen.clear()
+        return flops + done[0], samples + done[1]
+
     model.train()
     with (
         log_path.open("a") as log,
         Progress(total_steps, "steps", f"{config.variant} seed {seed}", quiet=quiet) as progress,
     ):
         progress.advance(first)
-        batches = _batches(config, data.train, seed, first, total_steps, per_epoch)
-        for step, host_batch in enumerate(batches, start=first):
-            flops += model.step_flops(Counts(host_batch.size, host_batch.lengths))
-            samples += host_batch.size
-            batch = host_batch.to(device)
-            hardware.synchronize(device)
-            start = time.perf_counter()
+        batches = prefetch(_batches(config, data.train, seed, first, total_steps, per_epoch), device)
+        start = time.perf_counter()
+        for step, batch in enumerate(batches, start=first):
+            seen.append(Counts(batch.size, batch.lengths))
             loss, norm = train_step(model, optimizers, batch, config, step, seed)
             hardware.synchronize(device)
-            times.append(time.perf_counter() - start)
+            now = time.perf_counter()
+            times.append(now - start)  # waiting for the batch included
             losses.append(loss)
             log.write(
                 json.dumps({"step": step, "loss": loss, "grad_norm": norm, "seconds": round(times[-1], 6)}) + "\n"
@@ -142,12 +157,15 @@ def train_seed(
             progress.advance(1, loss=loss, qps=metrics_rate(times, train.batch_size))
             if checkpoint_every and (step + 1) % checkpoint_every == 0 and step + 1 < total_steps:
                 log.flush()
-                _save(checkpoint_path, model, optimizers, device, step + 1, times, losses, identity)
+                flops, samples = count()
+                save(step + 1)
+            start = time.perf_counter()
+        flops, samples = count()
         result = _results(config, data, model, device, times, losses, flops, samples)
         result |= {"seed": seed, "identity": identity}
         log.write(json.dumps({"step": total_steps, "eval": result}) + "\n")
     if keep_checkpoint:
-        _save(checkpoint_path, model, optimizers, device, total_steps, times, losses, identity)
+        save(total_steps)
     else:
         checkpoint_path.unlink(missing_ok=True)
     report.write_json(result_path, result)
@@ -237,19 +255,6 @@ def _results(config, data, model, device, times, losses, flops, samples) -> dict
 
 def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _save(path, model, optimizers, device, step, times, losses, identity) -> None:
-    state = {
-        "model": model.state_dict(),
-        "optimizers": optimizers.state_dict(),
-        "random": checkpoint.random_state(device),
-        "step": step,
-        "times": times,
-        "losses": losses,
-        "identity": identity,
-    }
-    checkpoint.save(path, state)
 
 
 def _cut_log(path: Path, first: int) -> None:
