@@ -127,3 +127,18 @@ def strict_float32() -> Iterator[None]:
     finally:
         for backend, precision in zip(backends, before, strict=True):
             backend.fp32_precision = precision
+
+
+def check_precision(op: str, precision, impl: str, **without) -> None:
+    """precision: None or an mxfp8.Recipe, whose numerics one emulation knows, without the arguments named in `without`."""
+    if precision is None:
+        return
+    from .mxfp8 import Recipe
+
+    if not isinstance(precision, Recipe):
+        raise ValueError(f"{op}: precision is {precision!r}; allowed: None (that of the inputs) or an mxfp8.Recipe")
+    if impl != "auto":
+        raise ValueError(f"{op}: impl {impl!r} with a precision; allowed: 'auto' (MX numerics are emulated)")
+    for name, value in without.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} is given with a precision; allowed: None (MX numerics know no {name})")

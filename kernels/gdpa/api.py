@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..registry import Case, Registry
 from ..schedule import Schedule, flatten
 from ..selection import selector, static
-from ..validation import check_attention, check_scale, check_schedule, unit_last_stride
+from ..validation import check_attention, check_precision, check_scale, check_schedule, unit_last_stride
 from . import activations
 from .function import gdpa_op
+
+if TYPE_CHECKING:
+    from ..mxfp8 import Recipe
 
 REGISTRY = Registry("gdpa", __package__)
 REGISTRY.add("tlx", ".tlx", 40)
@@ -21,13 +24,12 @@ REGISTRY.add("reference", ".reference", 10)
 _select = selector(REGISTRY)
 
 
-def _check(q, k, v, q_offsets, kv_offsets, activation, scale, precision, schedule, max_q_len, max_kv_len):
+def _check(q, k, v, q_offsets, kv_offsets, activation, scale, precision, schedule, max_q_len, max_kv_len, impl):
     """Validate a call; returns (kv_offsets, scale, features)."""
     kv_offsets, kind = check_attention("gdpa", q, k, v, q_offsets, kv_offsets, max_q_len, max_kv_len)
     check_schedule("gdpa", schedule, q.device)
     activations.get(activation)
-    if precision is not None:
-        raise ValueError(f"gdpa: precision is {precision!r}; allowed: None (that of the inputs)")
+    check_precision("gdpa", precision, impl, schedule=schedule)
     scale = check_scale("gdpa", scale)
     return kv_offsets, scale, (*sorted(kind), *(() if schedule is None else ("schedule",)))
 
@@ -41,7 +43,7 @@ def gdpa(
     *,
     activation: str = "gelu_tanh",
     scale: float = 1.0,
-    precision: Literal[None] = None,
+    precision: Recipe | None = None,
     schedule: Schedule | None = None,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
@@ -58,7 +60,8 @@ def gdpa(
     None: q [Lq, H, D] are dense queries shared by all sequences; needs kv_offsets; their gradient is summed over the
     batch. activation: one of activations.ACTIVATIONS; the same function and its own derivative forward and backward.
     gelu_taylor6 approximates gelu for |scale * q . k| <= 1 only, which normalised q and k guarantee; nothing checks it.
-    scale multiplies the scores BEFORE the activation and is a constant. schedule: a host-made tile order on the device
+    scale multiplies the scores BEFORE the activation and is a constant. precision: None (that of the inputs) or an
+    mxfp8.Recipe, whose numerics are emulated with impl="auto". schedule: a host-made tile order on the device
     (kernels that take one). max_q_len, max_kv_len: hints of the longest lengths; they never change a result. impl:
     "auto", or one of REGISTRY.names; a named one runs or raises.
 
@@ -68,8 +71,13 @@ def gdpa(
     what is allowed.
     """
     kv_offsets, scale, features = _check(
-        q, k, v, q_offsets, kv_offsets, activation, scale, precision, schedule, max_q_len, max_kv_len
+        q, k, v, q_offsets, kv_offsets, activation, scale, precision, schedule, max_q_len, max_kv_len, impl
     )
+    if precision is not None:
+        from ..mxfp8 import gdpa_mx
+
+        given = None if kv_offsets is q_offsets else kv_offsets
+        return gdpa_mx(q, k, v, q_offsets, given, activation=activation, scale=scale, recipe=precision)
     tiles, program_offsets, blocks = flatten(schedule)
     return gdpa_op(
         *(unit_last_stride(x) for x in (q, k, v)),
@@ -102,7 +110,7 @@ def explain(
     impl="auto",
 ) -> str:
     """Which implementation a call with these arguments gets, and why each of the others does not: one line each."""
-    arguments = activation, scale, precision, schedule, max_q_len, max_kv_len
+    arguments = activation, scale, precision, schedule, max_q_len, max_kv_len, impl
     features = frozenset(_check(q, k, v, q_offsets, kv_offsets, *arguments)[2])
     return REGISTRY.explain(Case.of(q, features=features, activation=activation, max_kv_len=max_kv_len))
 

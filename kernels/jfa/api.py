@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..registry import Case, Registry
 from ..schedule import Schedule, flatten
 from ..selection import selector, static
-from ..validation import check_attention, check_scale, check_schedule, check_window, unit_last_stride
+from ..validation import check_attention, check_precision, check_scale, check_schedule, check_window, unit_last_stride
 from .bias import Bias
 from .function import jagged_attention_op
+
+if TYPE_CHECKING:
+    from ..mxfp8 import Recipe
 
 REGISTRY = Registry("jagged_attention", __package__)
 REGISTRY.add("v4", ".v4_tlx", 60)
@@ -24,13 +27,12 @@ REGISTRY.add("padded", ".padded", 0)
 _select = selector(REGISTRY)
 
 
-def _check(q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len):
+def _check(q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len, impl):
     """Validate a call; returns (kv_offsets, scale, features)."""
     kv_offsets, kind = check_attention("jagged_attention", q, k, v, q_offsets, kv_offsets, max_q_len, max_kv_len)
     check_window("jagged_attention", window, kind)
     check_schedule("jagged_attention", schedule, q.device)
-    if precision is not None:
-        raise ValueError(f"jagged_attention: precision is {precision!r}; allowed: None (that of the inputs)")
+    check_precision("jagged_attention", precision, impl, bias=bias, schedule=schedule)
     if bias is not None:
         bias.check("jagged_attention", q, kind)
     scale = q.shape[-1] ** -0.5 if scale is None else check_scale("jagged_attention", scale)
@@ -49,7 +51,7 @@ def jagged_attention(
     scale: float | None = None,
     window: int | None = None,
     bias: Bias | None = None,
-    precision: Literal[None] = None,
+    precision: Recipe | None = None,
     schedule: Schedule | None = None,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
@@ -64,8 +66,8 @@ def jagged_attention(
     work). q_offsets, kv_offsets: [B + 1], int32 or int64 (see kernels/jagged.py). kv_offsets None: self-attention.
     q_offsets None: q [Lq, H, D] are dense queries shared by all sequences (pooling by attention); needs kv_offsets;
     their gradient is summed over the batch. scale: multiplies q k^T; None: D ** -0.5. window w: query i sees keys |i
-    - j| <= w, self-attention only. bias: added to the scaled scores, its table differentiable. schedule: a host-made
-    tile order on the device (kernels that take one). max_q_len, max_kv_len: hints of the longest lengths; they never
+    - j| <= w, self-attention only. precision: None (that of the inputs) or an mxfp8.Recipe, whose numerics are
+    emulated with impl="auto". bias: added to the scaled scores, its table differentiable. schedule: a host-made tile order on the device (kernels that take one). max_q_len, max_kv_len: hints of the longest lengths; they never
     change a result. impl: "auto", or one of REGISTRY.names; a named one runs or raises. float32 products are never
     TF32.
 
@@ -74,8 +76,13 @@ def jagged_attention(
     alone; exempt is the gradient of shared queries. Errors: ValueError for every bad argument, with what is allowed.
     """
     kv_offsets, scale, features = _check(
-        q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len
+        q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len, impl
     )
+    if precision is not None:
+        from ..mxfp8 import jagged_attention_mx
+
+        given = None if kv_offsets is q_offsets else kv_offsets
+        return jagged_attention_mx(q, k, v, q_offsets, given, scale=scale, window=window, recipe=precision)
     tiles, program_offsets, blocks = flatten(schedule)
     o, _ = jagged_attention_op(
         *(unit_last_stride(x) for x in (q, k, v)),
@@ -113,7 +120,7 @@ def explain(
 ) -> str:
     """Which implementation a call with these arguments gets, and why each of the others does not: one line each."""
     _, _, features = _check(
-        q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len
+        q, k, v, q_offsets, kv_offsets, scale, window, bias, precision, schedule, max_q_len, max_kv_len, impl
     )
     return REGISTRY.explain(Case.of(q, features=features, max_kv_len=max_kv_len))
 
