@@ -130,7 +130,7 @@ def strict_float32() -> Iterator[None]:
 
 
 def check_precision(op: str, precision, impl: str, **without) -> None:
-    """precision: None or an mxfp8.Recipe, whose numerics one emulation knows, without the arguments named in `without`."""
+    """precision: None or an mxfp8.Recipe, emulated without the arguments named in `without`."""
     if precision is None:
         return
     from .mxfp8 import Recipe

@@ -67,7 +67,8 @@ def jagged_attention(
     q_offsets None: q [Lq, H, D] are dense queries shared by all sequences (pooling by attention); needs kv_offsets;
     their gradient is summed over the batch. scale: multiplies q k^T; None: D ** -0.5. window w: query i sees keys |i
     - j| <= w, self-attention only. precision: None (that of the inputs) or an mxfp8.Recipe, whose numerics are
-    emulated with impl="auto". bias: added to the scaled scores, its table differentiable. schedule: a host-made tile order on the device (kernels that take one). max_q_len, max_kv_len: hints of the longest lengths; they never
+    emulated with impl="auto". bias: added to the scaled scores, its table differentiable. schedule: a host-made tile
+    order on the device (kernels that take one). max_q_len, max_kv_len: hints of the longest lengths; they never
     change a result. impl: "auto", or one of REGISTRY.names; a named one runs or raises. float32 products are never
     TF32.
 
