@@ -27,7 +27,6 @@ from ..padded_batch import (
     row_index,
     table,
     take,
-    whole_vectors,
 )
 from ..registry import Case, Implementation
 from ..validation import strict_float32
@@ -54,16 +53,13 @@ def _groups(q: Tensor, offsets: Tensor, block_size: int) -> Iterator[tuple[Tenso
     for size in torch.unique(sizes).tolist():
         unit = q.shape[1] * size * size
         for own in chunks((sizes == size).nonzero().flatten(), unit, q.device):
-            batch = whole_vectors(len(own), unit, q.device)
-            index = row_index(starts[own], lengths[own], size, batch, q)
-            full = batch == len(own) and bool((lengths[own] == size).all())
+            index = row_index(starts[own], lengths[own], size, len(own), q)
+            full = bool((lengths[own] == size).all())
             yield index, None if full else _real_keys(index, q)
 
 
 def _real_keys(index: Tensor, q: Tensor) -> Tensor:
-    valid = index[:, :1, None] != q.shape[0] * q.shape[1]
-    valid[..., 0] = True  # the empty fillers of a group see one zero key, which keeps their softmax finite
-    return valid
+    return index[:, :1, None] != q.shape[0] * q.shape[1]
 
 
 def _weights(q: Tensor, k: Tensor, scale: float, valid: Tensor | None) -> Tensor:

@@ -254,12 +254,11 @@ def test_rotary_inside_equals_rotary_outside(impl, interleaved, on):
 
 @both
 def test_rotation_is_done_in_float32(impl):
-    """bfloat16 inputs: turning after rounding to bfloat16 would cost several times this error."""
-    inputs = make_inputs("block_attention", (64,), head_dim=32, dtype=torch.bfloat16)
-    inputs.q.zero_(), inputs.k.zero_()
+    """Sequences of one row return R(theta) v itself: one rounding to bfloat16, not those of tables and products too."""
+    inputs = make_inputs("block_attention", (1,) * 64, head_dim=32, dtype=torch.bfloat16)
     o = block_attention(inputs.q, inputs.k, inputs.v, inputs.q_offsets, rotary=rotary_of(inputs), impl=impl)
-    exact = apply_rotary(inputs.v.double(), inputs.cos, inputs.sin).mean(0)
-    assert (o.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    exact = apply_rotary(inputs.v.double(), inputs.cos, inputs.sin)
+    assert ((o.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 @pytest.mark.parametrize("pattern", SELF_PATTERNS, ids=str)

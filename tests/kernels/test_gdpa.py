@@ -188,6 +188,23 @@ def test_o07_batch_mates_change_no_bit(activation, cross, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_o07_twins_are_equal_across_thread_borders(activation):
+    """Equal sequences share one group that three threads divide at places inside a sequence: still equal bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        own = make_inputs("gdpa", (30,), seed=4)
+        for count in (17, 20, 23):
+            twins = make_inputs("gdpa", (30,) * count)
+            twins.q, twins.k, twins.v, twins.do = (x.repeat(count, 1, 1) for x in (own.q, own.k, own.v, own.do))
+            for result in run(twins, activation=activation):
+                each = result.view(count, 30, 2, 16)
+                assert torch.equal(each, each[:1].expand_as(each))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_whole_vectors_gives_every_thread_whole_vectors():
     before = torch.get_num_threads()
     try:
