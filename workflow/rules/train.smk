@@ -29,7 +29,7 @@ rule train_variant:
         "Training {wildcards.variant}"
     shell:
         "python -m gem.job {output} -- python -m gem.train --tier {params.tier} --variant {wildcards.variant}"
-        " --data {params.folder:q} --output results/{params.run}/train/{wildcards.variant} --record {params.run}"
+        " --data {params.folder:q} --run {params.run}"
         " 2>&1 | tee {log}"
 
 
@@ -62,5 +62,5 @@ rule train_quality:
         "Training {wildcards.variant} on labels with long-range weight {wildcards.weight}"
     shell:
         "python -m gem.job {output} -- python -m gem.train --tier {params.tier} --variant {wildcards.variant}"
-        " --data {params.folder:q} --output results/{params.run}/quality/{wildcards.weight}-{wildcards.variant}"
-        " --record {params.run} --experiment quality --case long_range_{wildcards.weight} 2>&1 | tee {log}"
+        " --data {params.folder:q} --run {params.run} --experiment quality --case long_range_{wildcards.weight}"
+        " 2>&1 | tee {log}"
