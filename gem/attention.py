@@ -1,8 +1,9 @@
 """Attention calls of the model for both layouts of event tensors, and the rotary that precedes them.
 
-Modules hold parameters; the functions here decide what runs. A jagged call goes to `kernels` under the implementation's name
-(or to torch's own varlen attention); a padded call runs torch's scaled_dot_product_attention with a mask. Both compute the
-same thing on the same parameters. A `recipe` (gem/precision.py) replaces the jagged implementation by emulated MX numerics.
+Modules hold parameters; the functions here decide what runs. A jagged call goes to `kernels` under the
+implementation's name (or to torch's own varlen attention); a padded call runs torch's scaled_dot_product_attention
+with a mask. Both compute the same thing on the same parameters. A `recipe` (gem/precision.py) replaces the jagged
+implementation by emulated MX numerics.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ VARLEN = "varlen_attn"  # torch.nn.attention.varlen, a peer that is not part of 
 class Events(NamedTuple):
     """One event type of a batch.
 
-    Jagged: values [T, width], mask None. Padded: values [B, L, width], mask bool [B, L], True for events. offsets int64
-    [B + 1] count events in both layouts; kv_offsets int64 [B + 1] those of `num_kv` generated keys a sample. cos, sin float32
-    [T, head_dim / 2] or [B, L, head_dim / 2]; longest: length of the longest history.
+    Jagged: values [T, width], mask None. Padded: values [B, L, width], mask bool [B, L], True for events. offsets
+    int64 [B + 1] count events in both layouts; kv_offsets int64 [B + 1] those of `num_kv` generated keys a sample.
+    cos, sin float32 [T, head_dim / 2] or [B, L, head_dim / 2]; longest: length of the longest history.
     """
 
     values: torch.Tensor
@@ -42,7 +43,8 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Time-aware rotary: angle_i = position * theta_i + tau * phi_i with tau = log(1 + age / time_scale).
 
-    positions [T] count events, ages float32 [T] are seconds before the impression. Returns cos, sin float32 [T, head_dim / 2].
+    positions [T] count events, ages float32 [T] are seconds before the impression. Returns cos, sin float32 [T,
+    head_dim / 2].
     """
     half = torch.arange(head_dim // 2, device=ages.device, dtype=torch.float32) / (head_dim // 2)
     theta, phi = 10_000.0**-half, 100.0**-half
@@ -58,7 +60,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def pad_rows(values: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-    """[T, ...] -> [B, longest, ...], zeros where there is no event. Written as a gather so that it needs no host sync."""
+    """[T, ...] -> [B, longest, ...], zeros where there is no event. Written as a gather so that it needs no host
+    sync."""
     slots = torch.arange(longest, device=values.device)
     index = offsets[:-1, None] + slots
     mask = index < offsets[1:, None]
@@ -123,7 +126,8 @@ def self_attention(
 def pooled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, impl: str, recipe=None
 ) -> torch.Tensor:
-    """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D]; zeros without events."""
+    """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D]; zeros without
+    events."""
     if events.mask is not None:
         batch = events.mask.shape[0]
         queries = q.expand(batch, *q.shape).transpose(1, 2)
@@ -155,7 +159,8 @@ def generalized_attention(
 ) -> torch.Tensor:
     """GDPA: activation(scale * q k^T) v per head over the sample's generated keys.
 
-    q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D]. num_kv: a constant, so that it is one under compilation too.
+    q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D]. num_kv: a constant, so that it is one under
+    compilation too.
     """
     if events.mask is not None:
         batch = events.mask.shape[0]

@@ -1,4 +1,5 @@
-"""Checkpoints: everything that the next step depends on, written so that a killed run leaves the old file or the new one."""
+"""Checkpoints: everything that the next step depends on, written so that a killed run leaves the old file or the new
+one."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def load(path: Path, identity: dict) -> dict:
     for key, value in identity.items():
         if state["identity"].get(key) != value:
             raise ValueError(
-                f"checkpoint {path}: {key} is {state['identity'].get(key)!r}, this run has {value!r}; remove it or drop --resume"
+                f"checkpoint {path}: {key} is {state['identity'].get(key)!r}, this run has {value!r}; "
+                "remove it or drop --resume"
             )
     return state
 

@@ -1,7 +1,7 @@
 """torch.compile, put on from outside: each layer is one graph, whatever the batch's lengths.
 
-Order in which a model is wrapped (see `gem.train.build`): precision (replaces linear layers) -> compile (of what is then there)
--> checkpointing (recomputes compiled layers) -> parallelism.
+Order in which a model is wrapped (see `gem.train.build`): precision (replaces linear layers) -> compile (of what is
+then there) -> checkpointing (recomputes compiled layers) -> parallelism.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def apply(model: GEM, implementation: str) -> GEM:
     if implementation not in BACKENDS:
         raise ValueError(f"compile: unknown implementation {implementation!r}; allowed: {', '.join(BACKENDS)}")
     if implementation != "eager":
-        # scales are constants of a graph, lengths are not; the layers share one forward, so each counts as a recompilation
+        # scales are constants of a graph, lengths are not; the layers share one forward, so each counts as a
+        # recompilation
         torch._dynamo.config.specialize_float = True
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(model.layers))
         for layer in model.layers:

@@ -1,7 +1,8 @@
 """What one training run is: toggles, sizes, training constants, and what each toggle runs as in a tier.
 
-A row of config/variants.tsv, a tier (config/<tier>.yaml) and a preset make one frozen `Config`. Every toggle is an enum,
-so that no code branches on a variant's name, and a new row is a new variant. Anything unknown is a ValueError of one line.
+A row of config/variants.tsv, a tier (config/<tier>.yaml) and a preset make one frozen `Config`. Every toggle is an
+enum, so that no code branches on a variant's name, and a new row is a new variant. Anything unknown is a ValueError
+of one line.
 """
 
 from __future__ import annotations
@@ -217,8 +218,8 @@ class ModelConfig:
             raise ValueError("model events: empty; at least one event size is needed")
         if self.num_tokens % (2 * self.num_experts):
             raise ValueError(
-                f"model num_tokens: {self.num_tokens} is not divisible by 2 x num_experts {self.num_experts}; each expert "
-                "gives num_tokens / num_experts tokens, one half of them interactions, the other linear"
+                f"model num_tokens: {self.num_tokens} is not divisible by 2 x num_experts {self.num_experts}; each "
+                "expert gives num_tokens / num_experts tokens, one half of them interactions, the other linear"
             )
         if self.time_scale <= 0:
             raise ValueError(f"model time_scale: {self.time_scale} seconds; must be > 0")
@@ -249,7 +250,8 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     # the size that one H200 trains at local batch 1024
     "base": ModelConfig(
-        width=512, num_layers=4, events=(EventSize(512, 4, 4, 100), EventSize(512, 4, 2, 100), EventSize(256, 2, 2, 50)),
+        width=512, num_layers=4,
+        events=(EventSize(512, 4, 4, 100), EventSize(512, 4, 2, 100), EventSize(256, 2, 2, 50)),
         num_tokens=64, num_summary=16, num_kv=128, num_seeds=32, num_hsp_seeds=128, kron_rank=8, num_experts=2,
         expert_rank=32, expert_hidden=2048, head_hidden=512, dense_hidden=512, table_dim=128,
     ),
@@ -265,7 +267,8 @@ PRESETS: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Constants of the training loop. Rates are per optimiser, warm-up is linear in steps, clipping is by global norm."""
+    """Constants of the training loop. Rates are per optimiser, warm-up is linear in steps, clipping is by global
+    norm."""
 
     batch_size: int = 128
     epochs: int = 1
@@ -323,8 +326,8 @@ class Config:
     def from_variant(row: dict, tier: dict, preset: str | None = None) -> Config:
         """Config of a row of variants.tsv in a tier.
 
-        row: column -> value, all strings. tier: the parsed <tier>.yaml. preset None: the tier's own. ValueError names the
-        variant, the column and what is allowed.
+        row: column -> value, all strings. tier: the parsed <tier>.yaml. preset None: the tier's own. ValueError names
+        the variant, the column and what is allowed.
         """
         variant = row.get("variant")
         if not variant:

@@ -1,8 +1,8 @@
 """Model FLOPs in closed form: what one batch needs, from real lengths, before anything runs.
 
-Every module of the model has `flops(counts)`, the forward FLOPs of its matrix products; norms, activations, lookups and
-rotary count zero, as torch's FlopCounterMode has it. Padded variants are charged useful work only, so that the padded and
-the jagged form of one model cost the same here and differ in time.
+Every module of the model has `flops(counts)`, the forward FLOPs of its matrix products; norms, activations, lookups
+and rotary count zero, as torch's FlopCounterMode has it. Padded variants are charged useful work only, so that the
+padded and the jagged form of one model cost the same here and differ in time.
 """
 
 from __future__ import annotations

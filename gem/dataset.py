@@ -1,8 +1,9 @@
 """Parquet shards -> batches of KeyedJaggedTensor, without a Python loop over rows.
 
-Everything is built from the dataset's manifest: names, table sizes, event types, tasks. A split is held in memory as packed
-columns (values and offsets, as Parquet lists have them); a batch is gathered from them with vectorised index arithmetic.
-Histories longer than the event type's max_length keep their LAST events, the ones nearest to the impression.
+Everything is built from the dataset's manifest: names, table sizes, event types, tasks. A split is held in memory as
+packed columns (values and offsets, as Parquet lists have them); a batch is gathered from them with vectorised index
+arithmetic. Histories longer than the event type's max_length keep their LAST events, the ones nearest to the
+impression.
 """
 
 from __future__ import annotations
@@ -179,9 +180,9 @@ class Batch:
 
     sparse: KJT of the sparse features. sequence: KJT whose keys are the candidate item (if the data have one) and
     <event>_item, <event>_action; None when there are no event types. ages: event -> seconds between event and
-    impression, float32 [T]. lengths: event -> int64 [B] on the CPU, for FLOP counts and shapes. longest: event -> int.
-    dense float32 [B, num_dense]. labels: task -> float32 [B]. weights: task -> float32 [B]; CVR counts clicked rows only.
-    bayes: task -> float32 [B], the true probabilities, where known.
+    impression, float32 [T]. lengths: event -> int64 [B] on the CPU, for FLOP counts and shapes. longest: event ->
+    int. dense float32 [B, num_dense]. labels: task -> float32 [B]. weights: task -> float32 [B]; CVR counts clicked
+    rows only. bayes: task -> float32 [B], the true probabilities, where known.
     """
 
     sparse: KeyedJaggedTensor
@@ -222,8 +223,9 @@ class Batch:
 class Split:
     """All rows of one split in memory, as packed columns.
 
-    directory: a dataset with manifest.json. split: "train" or "eval". max_rows cuts the split (None: all). ValueError, one
-    line, for a missing shard, an unreadable shard, a row count that differs from the manifest, or an id out of range.
+    directory: a dataset with manifest.json. split: "train" or "eval". max_rows cuts the split (None: all).
+    ValueError, one line, for a missing shard, an unreadable shard, a row count that differs from the manifest, or an
+    id out of range.
     """
 
     def __init__(self, directory: str | Path, split: str, max_rows: int | None = None):
@@ -255,7 +257,8 @@ class Split:
             raise ValueError(f"dataset {self.directory}: shard {path.name} is unreadable ({reason})") from None
         if table.num_rows != shard["rows"]:
             raise ValueError(
-                f"dataset {self.directory}: shard {path.name} has {table.num_rows} rows, the manifest says {shard['rows']}"
+                f"dataset {self.directory}: shard {path.name} has {table.num_rows} rows, "
+                f"the manifest says {shard['rows']}"
             )
         return table
 
@@ -347,8 +350,8 @@ class Split:
     def epoch(self, batch_size: int, seed: int, epoch: int, balance: str = "none", start: int = 0) -> Iterator[Batch]:
         """Shuffled batches of one pass; the order is a function of (seed, epoch) alone, so that a run can resume.
 
-        The last rows that do not fill a batch are dropped, as everywhere where steps must cost the same. start: index of the
-        first batch wanted.
+        The last rows that do not fill a batch are dropped, as everywhere where steps must cost the same. start: index
+        of the first batch wanted.
         """
         order = batch_rows(self.sequence_lengths(), batch_size, seed, epoch, balance)
         for rows in order[start:]:

@@ -25,7 +25,8 @@ def _bad(value) -> bool:
 
 @torch.no_grad()
 def first_bad_tensor(model: GEM, batch: Batch, config: Config) -> str:
-    """One name: an input, else a parameter, else the module whose output turns bad first when the forward is repeated."""
+    """One name: an input, else a parameter, else the module whose output turns bad first when the forward is
+    repeated."""
     inputs = {"dense": batch.dense, **{f"age of {name}": ages for name, ages in batch.ages.items()}}
     inputs |= {f"label {name}": value for name, value in batch.labels.items()}
     for name, value in inputs.items():

@@ -1,8 +1,8 @@
 """Embedding side: sparse ids and dense values -> tokens X; event histories -> jagged rows S.
 
-Tables are TorchRec's: an EmbeddingBagCollection for the pooled features, an EmbeddingCollection for items and actions of the
-histories. The item table is shared by all event types and by the impression's own item (the candidate), so that a history
-row can be compared with the candidate by a product of embeddings.
+Tables are TorchRec's: an EmbeddingBagCollection for the pooled features, an EmbeddingCollection for items and actions
+of the histories. The item table is shared by all event types and by the impression's own item (the candidate), so
+that a history row can be compared with the candidate by a product of embeddings.
 """
 
 from __future__ import annotations

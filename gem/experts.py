@@ -15,9 +15,11 @@ from gem.norms import LayerNorm
 
 
 class WukongExpert(nn.Module):
-    """num_out tokens from num_in: one half interactions FMB(Z) = MLP(LN(flat(Z (Z^T Y)))), one half linear LCB(Z) = W_L Z.
+    """num_out tokens from num_in: one half interactions FMB(Z) = MLP(LN(flat(Z (Z^T Y)))), one half linear LCB(Z) =
+    W_L Z.
 
-    Z [B, num_in, width]. Y is a learned [num_in, rank], which makes the factorisation machine linear in its tokens' pairs.
+    Z [B, num_in, width]. Y is a learned [num_in, rank], which makes the factorisation machine linear in its tokens'
+    pairs.
     """
 
     def __init__(self, num_in: int, num_out: int, width: int, rank: int, hidden: int):

@@ -1,7 +1,7 @@
 """The device: its name, its memory in use, and the peak FLOP rate that MFU is divided by.
 
-Peaks are DENSE figures of the data sheet for the precision named; sparse figures are twice as high and never used. A CPU has no
-useful nominal figure: its peak is the matrix-product rate measured here, and it is named as that.
+Peaks are DENSE figures of the data sheet for the precision named; sparse figures are twice as high and never used. A
+CPU has no useful nominal figure: its peak is the matrix-product rate measured here, and it is named as that.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory in use since the reset: tensors of a GPU; on a CPU the whole process since it started, which never falls."""
+    """Most memory in use since the reset: tensors of a GPU; on a CPU the whole process since it started, which never
+    falls."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,5 @@
-"""Interaction side of a layer: the summary of X that personalises the sequence side, and the experts over all tokens."""
+"""Interaction side of a layer: the summary of X that personalises the sequence side, and the experts over all
+tokens."""
 
 from __future__ import annotations
 

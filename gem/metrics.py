@@ -95,7 +95,8 @@ def calibration(probabilities, labels, weights=None) -> Score:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Steady samples per second and what it rests on: warm-up steps left out, steps counted, spread of the step time."""
+    """Steady samples per second and what it rests on: warm-up steps left out, steps counted, spread of the step
+    time."""
 
     samples_per_s: float
     warmup_steps: int
@@ -106,7 +107,8 @@ class Throughput:
 
 
 def throughput(step_seconds: Sequence[float], global_batch: int, warmup_steps: int) -> Throughput:
-    """Samples per second over the steps after warm-up: samples / time of those steps. Step times in seconds, synchronised."""
+    """Samples per second over the steps after warm-up: samples / time of those steps. Step times in seconds,
+    synchronised."""
     times = np.asarray(step_seconds, np.float64)
     if warmup_steps < 0 or len(times) <= warmup_steps:
         raise ValueError(f"throughput: {len(times)} steps and {warmup_steps} of warm-up; at least one must be left")

@@ -22,9 +22,9 @@ from gem.sequence import Branch
 def branch_steps(layer: int, depth: int, compskip: bool) -> dict[str, bool] | None:
     """What layer number `layer` runs for an event type whose branch is `depth` layers deep; None past its depth.
 
-    Without CompSkip every layer runs all three steps. With it layers alternate: self-attention with the cached summary, then
-    feed-forward with fresh pooling, counted so that a branch ends with fresh pooling. (The source alternates the same two;
-    which parity comes first only shifts them.)
+    Without CompSkip every layer runs all three steps. With it layers alternate: self-attention with the cached
+    summary, then feed-forward with fresh pooling, counted so that a branch ends with fresh pooling. (The source
+    alternates the same two; which parity comes first only shifts them.)
     """
     if layer >= depth:
         return None

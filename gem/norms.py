@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 EPS = 1e-5
 
 
@@ -35,8 +34,8 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 class KeyNorm(nn.Module):
     """Keys of GDPA: L2-normalised heads times a learned scale in (0, 1).
 
-    With queries whose norm over all heads is at most 1 every score then obeys |s| <= 1 by construction, and that bound is
-    what lets a low-degree polynomial stand in for GELU.
+    With queries whose norm over all heads is at most 1 every score then obeys |s| <= 1 by construction, and that
+    bound is what lets a low-degree polynomial stand in for GELU.
     """
 
     def __init__(self, num_heads: int):

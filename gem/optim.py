@@ -1,7 +1,7 @@
 """Optimisers: AdamW for dense parameters, row-wise Adagrad for embedding tables, applied inside the backward pass.
 
-A table's update runs as soon as its gradient is there and the gradient is freed, so table gradients never exist all at once.
-Dense gradients are clipped by the norm over all dense parameters; table gradients are not clipped.
+A table's update runs as soon as its gradient is there and the gradient is freed, so table gradients never exist all
+at once. Dense gradients are clipped by the norm over all dense parameters; table gradients are not clipped.
 """
 
 from __future__ import annotations

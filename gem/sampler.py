@@ -1,7 +1,8 @@
 """Which rows make up which batch: a seeded shuffle, or load balancing on top of it.
 
 The source sorts reader sub-batches by total sequence length and merges the heaviest with the lightest, so that every
-training batch costs about the same. On one device this evens out memory and step time; across ranks it removes the wait.
+training batch costs about the same. On one device this evens out memory and step time; across ranks it removes the
+wait.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ POOL_BATCHES = 8  # a reader buffers at most this many batches' worth of sub-bat
 def batch_rows(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, balance: str = "none") -> np.ndarray:
     """Rows of every batch of one epoch: int64 [num_batches, batch_size].
 
-    lengths: total sequence length of a row, int [num_rows]. balance: "none" keeps the shuffle; "local" and "bbs" deal samples
-    or sub-batches of an eighth of a batch, pool by pool, as gem/balance.py has it. The order is a function of the arguments
-    alone. ValueError if there are fewer rows than one batch needs, or a batch that eighths do not divide.
+    lengths: total sequence length of a row, int [num_rows]. balance: "none" keeps the shuffle; "local" and "bbs" deal
+    samples or sub-batches of an eighth of a batch, pool by pool, as gem/balance.py has it. The order is a function of
+    the arguments alone. ValueError if there are fewer rows than one batch needs, or a batch that eighths do not
+    divide.
     """
     num_rows = len(lengths)
     num_batches = num_rows // batch_size

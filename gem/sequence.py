@@ -1,7 +1,8 @@
 """Sequence side of a layer: what happens to one event type.
 
-Three steps, each a module: the personalised feed-forward (GDPA with generated keys and values), self-attention, and pooling into a
-fixed number of summary tokens. Which of them a layer runs is decided when the model is built (CompSkip).
+Three steps, each a module: the personalised feed-forward (GDPA with generated keys and values), self-attention, and
+pooling into a fixed number of summary tokens. Which of them a layer runs is decided when the model is built
+(CompSkip).
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from kernels import flops, fused_norm
 
 
 class PersonalisedFeedForward(nn.Module):
-    """PFFN as attention: o = act(q k^T) v + q, S <- RMSNorm(o) + S, where q = LN(S) and k, v come from the sample's summary.
+    """PFFN as attention: o = act(q k^T) v + q, S <- RMSNorm(o) + S, where q = LN(S) and k, v come from the sample's
+    summary.
 
-    The source writes the personalised feed-forward as generalised dot-product attention: its two weight matrices are made
-    per sample from a summary of the non-sequence tokens, and act as keys and values. Scores are bounded: LN gives q the norm
-    sqrt(width) over all heads, which the scale takes out, and a head's key has norm below 1, so |s| <= 1.
+    The source writes the personalised feed-forward as generalised dot-product attention: its two weight matrices are
+    made per sample from a summary of the non-sequence tokens, and act as keys and values. Scores are bounded: LN
+    gives q the norm sqrt(width) over all heads, which the scale takes out, and a head's key has norm below 1, so |s|
+    <= 1.
     """
 
     def __init__(self, config: Config, size: EventSize):
@@ -146,8 +149,8 @@ class SumKronLinear(nn.Module):
 class Pooler(nn.Module):
     """History -> num_seeds summary tokens of the model's width; zero attention output for a sample without events.
 
-    PMA: one learned query a summary token, shared by all samples. HSP: more learned seeds, normalised and projected, then
-    SumKronLinear down to the summary tokens.
+    PMA: one learned query a summary token, shared by all samples. HSP: more learned seeds, normalised and projected,
+    then SumKronLinear down to the summary tokens.
     """
 
     def __init__(self, config: Config, size: EventSize):
@@ -194,7 +197,8 @@ class Branch(nn.Module):
         self.pooler = Pooler(config, size) if pool else None
 
     def forward(self, events: Events, personal: torch.Tensor, pooled: torch.Tensor) -> tuple[Events, torch.Tensor]:
-        """personal: summary of X. pooled: the branch's last summary, returned as it is when this layer does not pool."""
+        """personal: summary of X. pooled: the branch's last summary, returned as it is when this layer does not
+        pool."""
         if self.feed_forward is not None:
             events = self.feed_forward(events, personal)
         if self.attention is not None:

@@ -54,7 +54,8 @@ def synthetic_schema(data: dict) -> Schema:
         name="synthetic",
         num_dense=8,
         sparse={
-            n: (size, "mean") for n, size in zip(("user", "item", "category", "context", "tag"), (1000, 500, 8, 12, 32))
+            n: (size, "mean")
+            for n, size in zip(("user", "item", "category", "context", "tag"), (1000, 500, 8, 12, 32), strict=True)
         },
         events=tuple(EventSchema(name, 500, actions, length) for name, (length, actions) in lengths.items()),
         tasks=("ctr", "cvr"),

@@ -1,8 +1,9 @@
 """Train one variant: python -m gem.train --variant full --tier smoke --data DIR --output DIR
 
-One process trains the variant once per seed, so that imports are paid for once. It leaves in the output folder: summary.json
-(every seed and the spread over seeds), seed<N>/metrics.jsonl (a line a step, the evaluation last) and, with --run, a part
-of that run's records. With --resume, finished seeds are kept and an interrupted one continues from its checkpoint, bit for bit.
+One process trains the variant once per seed, so that imports are paid for once. It leaves in the output folder:
+summary.json (every seed and the spread over seeds), seed<N>/metrics.jsonl (a line a step, the evaluation last) and,
+with --run, a part of that run's records. With --resume, finished seeds are kept and an interrupted one continues from
+its checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def train_seed(
     per_epoch = data.train.num_rows // train.batch_size
     if per_epoch == 0:
         raise ValueError(
-            f"dataset {data.train.directory}: too few rows: {data.train.num_rows} rows do not fill one batch of {train.batch_size}"
+            f"dataset {data.train.directory}: too few rows: {data.train.num_rows} rows do not fill "
+            f"one batch of {train.batch_size}"
         )
     total_steps = steps if steps is not None else train.epochs * per_epoch
     identity = {

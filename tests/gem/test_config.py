@@ -77,7 +77,7 @@ def test_bad_rows(change, words):
 
 def test_missing_column():
     row = {k: v for k, v in tiny.ROW.items() if k != "pooling"}
-    with pytest.raises(ValueError, match="column 'pooling' is missing"):
+    with pytest.raises(ValueError, match=r"column 'pooling' is missing"):
         Config.from_variant(row, TIER)
 
 
@@ -90,7 +90,7 @@ def test_unknown_names():
         configuration.load("nope", "smoke")
     with pytest.raises(ValueError, match=r"unknown key train.learning"):
         Config.from_variant(tiny.ROW, TIER | {"train": {"learning": 1}})
-    with pytest.raises(ValueError, match="implementations.gdpa has no entry for 'eager'"):
+    with pytest.raises(ValueError, match=r"implementations\.gdpa has no entry for 'eager'"):
         Config.from_variant(tiny.ROW, TIER | {"implementations": TIER["implementations"] | {"gdpa": {}}})
     with pytest.raises(ValueError, match="unknown device 'tpu'"):
         Config.from_variant(tiny.ROW, TIER | {"device": "tpu"})

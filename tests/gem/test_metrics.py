@@ -40,7 +40,7 @@ def test_predicting_the_base_rate_gives_one_and_extremes_stay_finite():
 
 @pytest.mark.parametrize("bad", [math.nan, -0.1, 1.1])
 def test_probabilities_out_of_range(bad):
-    with pytest.raises(ValueError, match="probability .* at position 1"):
+    with pytest.raises(ValueError, match=r"probability .* at position 1"):
         metrics.normalised_entropy((0.5, bad), (0, 1))
 
 

@@ -1,4 +1,5 @@
-"""The model: one mathematics in every layout and implementation, FLOPs in closed form, bounded scores, no graph breaks."""
+"""The model: one mathematics in every layout and implementation, FLOPs in closed form, bounded scores, no graph
+breaks."""
 
 from __future__ import annotations
 

@@ -290,7 +290,8 @@ def command(*arguments, env=None):
 
 def test_command_line_trains_every_seed(folder, tmp_path):
     code, out, err = command(
-        "--variant", "full", "--data", folder, "--output", tmp_path / "o", "--seeds", "0,1", "--steps", 3, "--batch-size", 16
+        "--variant", "full", "--data", folder, "--output", tmp_path / "o", "--seeds", "0,1", "--steps", 3,
+        "--batch-size", 16,
     )  # fmt: skip
     assert code == 0, err
     assert out.startswith("full: NE ctr") and "2 seeds" in out

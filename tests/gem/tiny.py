@@ -1,5 +1,5 @@
-"""A tiny dataset written by hand, in the format that gem/dataset.py reads, and small configs. Not the synthesiser's: the
-reader is tested against the format."""
+"""A tiny dataset written by hand, in the format that gem/dataset.py reads, and small configs. Not the synthesiser's:
+the reader is tested against the format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ SPARSE = {"user": 20, "item": 30, "tag": 7}
 EVENTS = {"impression": (30, 4, 12), "click": (30, 3, 5)}
 
 ROW = {
-    "variant": "tiny", "group": "baseline", "base": "", "layout": "jagged", "attention_impl": "varlen", "gdpa_impl": "eager",
+    "variant": "tiny", "group": "baseline", "base": "", "layout": "jagged", "attention_impl": "varlen",
+    "gdpa_impl": "eager",
     "self_attention": "full", "rotary": "separate", "norm": "separate", "compskip": "off", "pooling": "pma",
     "sequence": "on", "precision": "bf16", "mx_recipe": "none", "checkpointing": "none", "balance": "none",
     "compile": "off", "optimizer": "foreach", "note": "",
 }  # fmt: skip
 
 MODEL = ModelConfig(
-    width=16, num_layers=2, events=(EventSize(16, 2, 2, 3), EventSize(8, 1, 1, 2)), num_tokens=4, num_summary=2, num_kv=6,
+    width=16, num_layers=2, events=(EventSize(16, 2, 2, 3), EventSize(8, 1, 1, 2)), num_tokens=4, num_summary=2,
+    num_kv=6,
     num_seeds=2, num_hsp_seeds=4, kron_rank=2, num_experts=2, expert_rank=3, expert_hidden=16, head_hidden=8,
     dense_hidden=8, table_dim=8, block_size=4,
 )  # fmt: skip
