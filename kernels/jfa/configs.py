@@ -56,10 +56,10 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (128, "owner"): Config(64, 128, 8, 2),
     (256, "fwd"): Config(128, 64, 8, 2),
     (256, "fwd_tma"): Config(128, 64, 8, 2),
-    (256, "dq"): Config(64, 64, 8, 2),
-    (256, "dkdv"): Config(64, 64, 8, 1),
-    (256, "fused"): Config(64, 64, 8, 1),
-    (256, "owner"): Config(64, 64, 8, 1),
+    (256, "dq"): Config(128, 32, 8, 2),
+    (256, "dkdv"): Config(32, 64, 8, 2),
+    (256, "fused"): Config(32, 64, 8, 2),
+    (256, "owner"): Config(32, 64, 8, 2),
 }
 # float32: no tensor cores, products in FP32 (ieee); small tiles keep the accumulators in registers.
 FLOAT32 = Config(32, 32, 4, 1)

@@ -18,9 +18,12 @@ from kernels.jfa import configs, triton_schemes, v1_masked, v2_tuned, v3_subtrac
 from .jfa_triton_checks import INTERPRETED
 from .triton_offline import compiling
 
+# The interpreter checks run in one process, inside the first test that asks; a busy machine may need minutes.
+pytestmark = pytest.mark.timeout(1300)
+
 # Local memory a thread may use (bytes), spills and stack. Every default is free of it but the owner walk, whose read,
 # add and write of dQ needs more addresses than registers are left.
-MAX_LOCAL = {"owner": 512, "fused": 160}
+MAX_LOCAL = {"owner": 512}
 PHASE_OF = {
     "split": ("dq", "dkdv"),
     "atomic": ("dkdv",),
@@ -35,7 +38,7 @@ def interpreted():
     """Results of all checks, from one process that runs Triton's interpreter."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.kernels.jfa_triton_checks"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
     return {line["check"]: line["failure"] for line in map(json.loads, run.stdout.splitlines())}
 
@@ -99,7 +102,7 @@ def test_forward_compiles_without_spills(phase, head_dim):
 def test_backward_compiles_within_its_registers(scheme, head_dim):
     for kernel in compile_backward(scheme, head_dim):
         limit = 128 if scheme == "atomic" else max(MAX_LOCAL.get(phase, 0) for phase in PHASE_OF[scheme])
-        _fits(kernel, limit if head_dim <= 128 else 1024)
+        _fits(kernel, limit if head_dim <= 128 else 640)
 
 
 @pytest.mark.slow
