@@ -29,25 +29,19 @@ PHASES = ("fwd", "bwd")
 BLOCK_SIZES = (16, 32, 64, 128)
 _DEFAULT = {("fwd", False): Config(1, 4, 1), ("fwd", True): Config(1, 4, 1),
             ("bwd", False): Config(1, 4, 1), ("bwd", True): Config(1, 4, 1)}  # fmt: skip
-_CANDIDATES = [
-    (1, 4, 1),
-    (2, 4, 1),
-    (4, 4, 1),
-    (4, 4, 2),
-    (4, 4, 3),
-    (2, 4, 2),
-    (1, 8, 1),
-    (4, 8, 1),
-    (4, 8, 2),
-    (1, 2, 1),
-]
+_CANDIDATES = {
+    ("fwd", False): [(1, 4, 1), (2, 4, 1), (4, 4, 1), (4, 4, 2), (4, 4, 3), (1, 8, 1), (4, 8, 1), (4, 8, 2)],
+    ("fwd", True): [(1, 4, 1), (4, 4, 1), (4, 4, 2), (2, 4, 2), (1, 8, 1), (4, 8, 1), (4, 8, 2)],
+    ("bwd", False): [(1, 4, 1), (2, 4, 1), (4, 4, 1), (4, 4, 2), (1, 8, 1), (4, 8, 1), (4, 8, 2)],
+    ("bwd", True): [(1, 4, 1), (4, 4, 1), (1, 8, 1), (2, 8, 1), (4, 8, 1), (4, 8, 2)],
+}
 
 
 def candidates(phase: str, head_dim: int, rotary: bool = False) -> list[Config]:
     """Configurations that a sweep tries for `phase` ("fwd", "bwd"), the default among them."""
     if phase not in PHASES:
         raise ValueError(f"phase: {phase!r}; allowed: {', '.join(PHASES)}")
-    return [Config(*values) for values in _CANDIDATES]
+    return [Config(*values) for values in _CANDIDATES[phase, rotary]]
 
 
 def _constants(q, block_size, rotary, config):

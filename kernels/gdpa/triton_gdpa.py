@@ -147,9 +147,9 @@ def forward_with(
             raise ValueError(
                 f"schedule: block_m {schedule.block_m}; allowed: {config.block_m}, the kernel's query tile"
             )
-        schedule = schedule.to(q.device)
-        tiles, program_offsets, order = schedule.tiles, schedule.program_offsets, "programs"
-        grid = (schedule.num_programs,)
+        tiles = schedule.tiles.to(q.device, non_blocking=True)
+        program_offsets = schedule.program_offsets.to(q.device, non_blocking=True)
+        order, grid = "programs", (program_offsets.numel() - 1,)
         if not shared:
             _zero_rest(o, q_offsets)
     elif options.schedule == "grid":

@@ -1,0 +1,152 @@
+"""The Triton GDPA kernels on the GPU they are made for (`pytest -m gpu tests/gpu/test_gdpa_gpu.py`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import gdpa
+from kernels.gdpa import triton_gdpa
+from kernels.gdpa.triton_gdpa import Options
+from kernels.testing import make_inputs
+
+from ..kernels import test_gdpa_triton as checks
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
+DTYPES = pytest.mark.parametrize("dtype", [BF16, HALF, FULL], ids=["bf16", "fp16", "fp32"])
+OPTIONS = {
+    "default": {},
+    "grid": dict(schedule="grid", kv_resident=False),
+    "zigzag": dict(schedule="zigzag", kv_resident=False),
+    "split": dict(backward="split"),
+    "owner": dict(backward="owner"),
+}
+SWITCHES = pytest.mark.parametrize("switch", OPTIONS)
+
+
+def roundings(dtype):
+    """Units in the last place beside eager's own error. The approximate tanh errs by 2^-11 relative to a weight, an ulp of
+    float16 and a quarter of one of bfloat16; float32 sums run in another order."""
+    return {BF16: 2.0, HALF: 6.0, FULL: 16.0}[dtype]
+
+
+@SWITCHES
+@DTYPES
+def test_every_length_pattern(switch, dtype):
+    checks.patterns(Options(**OPTIONS[switch]), DEVICE, dtype, 64, roundings=roundings(dtype))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 72, 80, 96, 104, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("backward", ["split", "owner"])
+def test_every_head_dim(head_dim, dtype, backward):
+    for q_lengths, kv_lengths in (((1, 200, 0, 129), None), ((70, 3), (5, 300)), ((300, 0, 70), (256, 3, 129))):
+        inputs = make_inputs(
+            "gdpa", q_lengths, kv_lengths, head_dim=head_dim, dtype=dtype, device=DEVICE, spare_rows=2
+        )
+        checks.expect(checks.run(Options(backward=backward), inputs), inputs, roundings=roundings(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize("backward", ["split", "owner"])
+def test_every_activation_scale_and_shared_queries(dtype, backward):
+    checks.activations(Options(backward=backward), DEVICE, dtype, 64, roundings=roundings(dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=["bf16", "fp16"])
+def test_keys_on_chip_equal_streamed_keys_bit_for_bit(head_dim, dtype):
+    checks.resident(Options(), 128, DEVICE, dtype, head_dim, roundings=roundings(dtype))
+
+
+def test_a_lying_hint_gives_nan():
+    checks.lying_hint(Options(), 128, DEVICE, BF16)
+
+
+@SWITCHES
+@pytest.mark.parametrize("dtype", [BF16, FULL], ids=["bf16", "fp32"])
+def test_neighbours_values_reach_nobody(switch, dtype):
+    batches = ((65, 1, 64), (63, 64, 17), (127, 129, 1), (128, 200, 300))
+    options = Options(**OPTIONS[switch])
+    checks.neighbours(options, DEVICE, dtype, 64, batches, ("gelu", "silu", "gelu_tanh"))
+
+
+@SWITCHES
+def test_company_and_offsets_do_not_matter(switch):
+    options = {key: value for key, value in OPTIONS[switch].items() if value != "grid"}
+    checks.company(Options(**options), DEVICE, BF16, 128)
+
+
+def test_views_of_one_buffer():
+    checks.views(Options(), DEVICE, BF16, 128)
+
+
+def test_host_schedules():
+    block = triton_gdpa.default("fwd", 128, BF16).block_m
+    lengths = (3, 0, 700, 129, 1)
+    inputs = make_inputs("gdpa", lengths, head_dim=128, dtype=BF16, device=DEVICE, spare_rows=2)
+    expected = checks.run(Options(), inputs)[0]
+    for order in ("grid", "valid", "zigzag"):
+        schedule = checks.tile_schedule(torch.tensor(lengths), torch.tensor(lengths), block, 128, 132, order).to(DEVICE)
+        assert torch.equal(checks.run(Options(), inputs, schedule=schedule)[0], expected), order
+
+
+def test_every_configuration_gives_the_same_forward_bits():
+    inputs = make_inputs("gdpa", (300, 0, 70, 513), head_dim=128, dtype=BF16, device=DEVICE, spare_rows=2)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.q_offsets)
+    settings = dict(activation="gelu_tanh", scale=1.0)
+    expected = triton_gdpa.forward(*arguments, **settings)
+    for config in triton_gdpa.candidates("fwd", 128):
+        o = triton_gdpa.forward_with(Options(fwd=config), *arguments, **settings)
+        assert torch.equal(o, expected), config
+
+
+def test_far_scores_and_exact_products():
+    checks.far_scores(Options(), DEVICE, FULL)
+    checks.exact_products(Options(), DEVICE)
+
+
+def test_random_lengths():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(12):
+        batch = int(torch.randint(1, 9, (1,), generator=generator))
+        q, kv = torch.randint(0, 400, (2, batch), generator=generator).tolist()
+        inputs = make_inputs("gdpa", q, kv, head_dim=128, dtype=BF16, device=DEVICE, seed=trial, spare_rows=trial % 3)
+        for backward in ("split", "owner"):
+            checks.expect(checks.run(Options(backward=backward), inputs, hints=trial % 2 == 0), inputs)
+
+
+def test_rows_beyond_2_to_the_31_elements():
+    """lengths 64 x 4096 + 1, 64 heads of 128: the last row starts at element 2^31."""
+    lengths = torch.full((4097,), 64, dtype=torch.int64)
+    lengths[-1] = 1
+    offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(DEVICE)
+    x = torch.full((int(offsets[-1]), 64, 128), 0.01, dtype=BF16, device=DEVICE)
+    x[-1] = 0.5
+    settings = dict(activation="relu", scale=1.0)
+    o = triton_gdpa.forward(x, x, x, offsets, offsets, **settings)
+    last = x[-1:]
+    one = torch.tensor([0, 1], device=DEVICE)
+    assert torch.equal(o[-1:], triton_gdpa.forward(last, last, last, one, one, **settings))
+    del o
+    dq, dk, dv = triton_gdpa.backward(x, x, x, x, offsets, offsets, **settings)
+    for actual, expected in zip(
+        (dq, dk, dv), triton_gdpa.backward(last, last, last, last, one, one, **settings), strict=True
+    ):
+        assert torch.equal(actual[-1:], expected)
+
+
+def test_the_op_registers_and_compiles_without_graph_breaks():
+    inputs = make_inputs("gdpa", (70, 3, 0, 130), head_dim=64, dtype=BF16, device=DEVICE).leaves()
+
+    def call(q, k, v):
+        return gdpa(q, k, v, inputs.q_offsets, activation="gelu_tanh", impl="triton")
+
+    o = call(inputs.q, inputs.k, inputs.v)
+    compiled = torch.compile(call, fullgraph=True)(inputs.q, inputs.k, inputs.v)
+    assert torch.equal(o, compiled)
+    expected = torch.autograd.grad(o, (inputs.q, inputs.k, inputs.v), inputs.do)
+    for x, e in zip(torch.autograd.grad(compiled, (inputs.q, inputs.k, inputs.v), inputs.do), expected, strict=True):
+        assert torch.equal(x, e)
