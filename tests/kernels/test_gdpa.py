@@ -188,14 +188,14 @@ def test_o07_batch_mates_change_no_bit(activation, cross, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 def test_o07_twins_are_equal_across_thread_borders(activation):
     """Equal sequences share one group that three threads divide at places inside a sequence: still equal bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         own = make_inputs("gdpa", (30,), seed=4)
-        for count in (17, 20, 23):
+        for count in (34, 35):  # over 65,536 scores, which no third divides
             twins = make_inputs("gdpa", (30,) * count)
             twins.q, twins.k, twins.v, twins.do = (x.repeat(count, 1, 1) for x in (own.q, own.k, own.v, own.do))
             for result in run(twins, activation=activation):

@@ -199,7 +199,7 @@ MUTANTS = [
         "whole_vectors",
         lambda count, unit, device: count,
         test_gdpa.test_o07_twins_are_equal_across_thread_borders,
-        {"activation": "gelu"},
+        {"activation": "gelu_tanh"},
     ),
     Mutant(
         "scale_is_lost",
