@@ -181,9 +181,13 @@ def _zero_rest(o, offsets):
 
 
 def backward_with(
-    options, do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None
-):
-    """GDPA backward with explicit `Options`; arguments and result as `backward`."""
+    options, do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None,
+    only=None,
+):  # fmt: skip
+    """GDPA backward with explicit `Options`; arguments and result as `backward`.
+
+    only: "dq" or "dkdv" runs that kernel of the split scheme alone, for timing; the other gradients are left unset.
+    """
     shared = q_offsets is None
     num_sequences, num_heads, head_dim = kv_offsets.numel() - 1, q.shape[1], q.shape[2]
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
@@ -210,14 +214,14 @@ def backward_with(
                 SHARED_Q=shared, SINGLE=single, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
     else:
-        if dq.numel():
+        if dq.numel() and only != "dkdv":
             config = options.dq or default("dq", head_dim, q.dtype)
             tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
             dq_kernel[(bound * num_heads,)](
                 do, q, k, v, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps, num_heads, scale,
                 SHARED_Q=shared, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
-        if dk.numel():
+        if dk.numel() and only != "dq":
             config = options.dkdv or default("dkdv", head_dim, q.dtype)
             tiles, count, bound = tile_list(kv_offsets, k.shape[0], config.block_n)
             dkdv_kernel[(bound * num_heads,)](

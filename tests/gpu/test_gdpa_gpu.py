@@ -43,9 +43,7 @@ def test_every_length_pattern(switch, dtype):
 @pytest.mark.parametrize("backward", ["split", "owner"])
 def test_every_head_dim(head_dim, dtype, backward):
     for q_lengths, kv_lengths in (((1, 200, 0, 129), None), ((70, 3), (5, 300)), ((300, 0, 70), (256, 3, 129))):
-        inputs = make_inputs(
-            "gdpa", q_lengths, kv_lengths, head_dim=head_dim, dtype=dtype, device=DEVICE, spare_rows=2
-        )
+        inputs = make_inputs("gdpa", q_lengths, kv_lengths, head_dim=head_dim, dtype=dtype, device=DEVICE, spare_rows=2)
         checks.expect(checks.run(Options(backward=backward), inputs), inputs, roundings=roundings(dtype))
 
 

@@ -189,7 +189,14 @@ CHECKS = {
                 Options(**s, **SMALL_OPTIONS),
                 names=None
                 if s["backward"] == "owner"
-                else ("empty_in_the_middle", "all_empty", "no_sequences", "skewed", "cross_no_keys", "cross_no_queries"),
+                else (
+                    "empty_in_the_middle",
+                    "all_empty",
+                    "no_sequences",
+                    "skewed",
+                    "cross_no_keys",
+                    "cross_no_queries",
+                ),
             )
         )
         for name, switch in SWITCHES.items()
@@ -208,7 +215,9 @@ CHECKS = {
     "last column": lambda: one_hot_last_column(Options()),
     "far scores": lambda: far_scores(Options()),
     "exact products": lambda: exact_products(Options()),
-    "half precision": lambda: patterns(Options(**SMALL_OPTIONS), dtype=torch.float16, names=("skewed", "cross_no_keys")),
+    "half precision": lambda: patterns(
+        Options(**SMALL_OPTIONS), dtype=torch.float16, names=("skewed", "cross_no_keys")
+    ),
 }
 
 

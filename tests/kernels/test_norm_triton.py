@@ -55,7 +55,11 @@ def empty(device="cpu"):
     assert triton_norm.norm_backward(x, x, kind="rms").shape == x.shape
 
 
-CASES = [(kind, over, rotary) for kind in triton_norm.KINDS for over, rotary in (("head", False), ("head", True), ("token", False))]
+CASES = [
+    (kind, over, rotary)
+    for kind in triton_norm.KINDS
+    for over, rotary in (("head", False), ("head", True), ("token", False))
+]
 CHECKS = {
     **{f"{kind} over {over} rotary {rotary}": (lambda c=(kind, over, rotary): agree(*c)) for kind, over, rotary in CASES},
     "half precision": lambda: agree("layer", "head", True, dtype=torch.float16),
