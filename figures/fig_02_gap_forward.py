@@ -1,0 +1,20 @@
+"""F02: forward gap between a benchmark of dense softmax attention and real-traffic shapes."""
+
+import sys
+
+from figures import cli, gap
+
+ID = "F02"
+CAPTION = (
+    "Forward throughput of dense softmax attention in a benchmark and of the baseline GDPA kernel on real-traffic "
+    "shapes, by bin of the longest sequence. Left: the source's B200 (data table 1; bars are ranges that it "
+    "gives). Beside it: our devices, measured, useful pairs only; each panel has its own scale."
+)
+
+
+def draw(source):
+    return gap.draw(source, "fwd")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

@@ -1,0 +1,21 @@
+"""F08: backward throughput of GDPA against its peers."""
+
+import sys
+
+from figures import cli, gdpa_panels
+
+ID = "F08"
+CAPTION = (
+    "Backward throughput of GDPA kernels and of softmax kernels at the same shapes, over the query length: self- "
+    "attention with full sequences, with mean fill 0.5, and cross-attention with short K/V. First row: the "
+    "source's B200, read off its charts. Then one row a device of ours, measured, useful pairs only, each with "
+    "its own scale; a CPU's row has small cases and says nothing about a GPU."
+)
+
+
+def draw(source):
+    return gdpa_panels.draw(source, "bwd")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

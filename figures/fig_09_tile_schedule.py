@@ -1,0 +1,61 @@
+"""F09: how unevenly tile schedules load the programs of a persistent kernel."""
+
+import sys
+
+import pandas as pd
+
+from figures import cli, style
+from figures.load import best_device_first, need, select
+
+ID = "F09"
+CAPTION = (
+    "Work of the busiest program over the mean (left) and over the least busy (right, log scale) for three ways "
+    "of dealing query tiles to programs: arithmetic on the lengths, so it belongs to the workload and the number "
+    "of programs, not to a speed. A bar that is missing on the right: some program has no work at all. Below, "
+    "where a GPU was measured: time of the forward GDPA kernel by tile order, over the plain grid."
+)
+
+
+def draw(source):
+    frame = source.frame("schedule")
+    rows = select(frame, subject="tile_schedule", metric=("skew", "skew_max_min"))
+    need(rows, "schedule (tile_schedule)")
+    rows = rows.drop_duplicates(["case", "impl", "metric"]).assign(panel=lambda f: f.metric, value=lambda f: f.p50)
+    rows["device"] = "any"
+    times = select(frame, subject="gdpa", phase="fwd", metric="time_ms")
+    times = times.assign(impl=times.impl.str.partition(":")[2])
+    base = times[times.impl == "grid"][["device", "case", "p50"]].rename(columns={"p50": "grid"})
+    times = times.merge(base, on=["device", "case"]).assign(panel="time", value=lambda f: f.p50 / f.grid)
+    devices = best_device_first(times.device)
+    figure, axes = style.panels(1 + len(devices), 2, height=2.6)
+    grouped(axes[0, 0], rows[rows.metric == "skew"])
+    grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
+    axes[0, 0].set(ylabel="busiest / mean program", title="Skew: busiest over mean")
+    axes[0, 1].set(ylabel="busiest / least busy program", yscale="log", title="Skew: busiest over least busy")
+    for axis in axes[0]:
+        axis.axhline(1, color=style.INK, linewidth=0.8)
+    for line, device in enumerate(devices, start=1):
+        axes[line, 1].remove()
+        grouped(axes[line, 0], times[times.device == device])
+        axes[line, 0].set(ylabel="time / time of the grid")
+        axes[line, 0].set_title(f"{source.device_label(device)}: GDPA forward")
+    style.legend(figure, [axes[0, 0], axes[0, 1], *axes[1:, 0]])
+    columns = ["panel", "device", "case", "impl", "value"]
+    table = [rows[columns]] + ([times[columns]] if len(times) else [])
+    return figure, pd.concat(table, ignore_index=True)
+
+
+def grouped(axis, part):
+    cases = list(dict.fromkeys(part.case))
+    orders = [name for name in style.FAMILIES["order"] if name in set(part.impl)]
+    width = 0.8 / max(1, len(orders))
+    for index, name in enumerate(orders):
+        for row in part[part.impl == name].itertuples():
+            at = cases.index(row.case) + (index - (len(orders) - 1) / 2) * width
+            style.bar(axis, at, row.value, "order", name, width=width)
+    labels = [case.replace("gdpa_switch_", "").replace("_", "\n", 1).replace("_", " ") for case in cases]
+    axis.set_xticks(range(len(cases)), labels, rotation=45 if len(cases) > 5 else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

@@ -1,0 +1,73 @@
+"""F23: normalised entropy against training FLOPs, and against the weight of long-range interactions."""
+
+import sys
+
+import pandas as pd
+
+from figures import cli, style, training
+from figures.load import NoDataError, select
+
+ID = "F23"
+CAPTION = (
+    "Left: held-out NE of the click task against the FLOPs of the whole training run, one point a variant, median "
+    "over seeds with 20 and 80 % quantiles; the dashed line is the NE of the true probabilities, which no model "
+    "can beat. Lower left is better. Right: NE above that floor for full, window and block self-attention, over "
+    "the weight that the label law gives to interactions with events more than 64 back. Synthetic data, small "
+    "models."
+)
+MODES = {"drop_block": "full", "drop_block_for_window": "window", "full": "block"}
+NAMED = ("baseline_padded", "baseline_varlen", "full", "no_sequence")
+COLUMNS = ["panel", "device", "case", "subject", "group", "x", "value", "low", "high", "n"]
+
+
+def draw(source):
+    left_rows, right_rows = against_flops(source), against_weight(source)
+    if left_rows.empty and right_rows.empty:
+        raise NoDataError("no records of train or quality (ne_ctr)")
+    figure, axes = style.panels(1, 2, height=2.9)
+    left, right = axes[0]
+    for row in left_rows.itertuples():
+        look = style.look("group", row.group)
+        error = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
+        left.errorbar(row.x, row.value, yerr=error, fmt=look.marker, color=look.color, elinewidth=0.8, label=look.label)
+        if row.subject in NAMED:
+            left.annotate(row.subject, (row.x, row.value), xytext=(4, 3), textcoords="offset points")
+    floor = select(source.frame("train"), metric="ne_bayes_ctr").p50
+    if len(floor):
+        left.axhline(floor.median(), color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
+    left.set(xscale="log", xlabel="FLOPs of the training run", ylabel="NE (click), held out", title="NE against FLOPs")
+    for mode in ("full", "window", "block"):
+        part = right_rows[right_rows["group"] == mode]
+        if len(part):
+            style.line(right, part, "x", "value", "attention", mode, low="low", high="high")
+    right.set(
+        xlabel="weight of interactions beyond 64 events", ylabel="NE above the floor", title="Length of attention"
+    )
+    style.legend(figure, [left, right])
+    return figure, pd.concat([part for part in (left_rows, right_rows) if len(part)], ignore_index=True)[COLUMNS]
+
+
+def against_flops(source) -> pd.DataFrame:
+    table = training.by_variant(source, "train", ("ne_ctr", "train_flops"))
+    if table.empty:
+        return pd.DataFrame(columns=COLUMNS)
+    table = training.wide(table)
+    table = table[table.get("train_flops", pd.Series(dtype=float)).notna() & table.ne_ctr.notna()]
+    table = table.assign(panel="flops", x=table.train_flops, value=table.ne_ctr, low=table.ne_ctr_low)
+    return table.assign(high=table.ne_ctr_high, n=table.ne_ctr_n)[COLUMNS]
+
+
+def against_weight(source) -> pd.DataFrame:
+    table = training.by_variant(source, "quality", ("ne_ctr", "ne_bayes_ctr"))
+    if table.empty:
+        return pd.DataFrame(columns=COLUMNS)
+    table = training.wide(table)
+    table = table[table.subject.isin(list(MODES))].assign(group=lambda f: f.subject.map(MODES), panel="weight")
+    table["x"] = pd.to_numeric(table.case.str.extract(r"^long_range_([0-9.]+)$")[0])
+    floor = table.get("ne_bayes_ctr", pd.Series(float("nan"), index=table.index))
+    table = table.assign(value=table.ne_ctr - floor, low=table.ne_ctr_low - floor, high=table.ne_ctr_high - floor)
+    return table.assign(n=table.ne_ctr_n).dropna(subset=["x", "value"])[COLUMNS]
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

@@ -1,0 +1,20 @@
+"""T02: the source's data table 1 (forward gap) with ours beside it."""
+
+import sys
+
+from figures import cli, gap
+
+ID = "T02"
+CAPTION = (
+    "Forward: dense softmax attention in a benchmark, baseline GDPA on real-traffic shapes, and the worst gap, "
+    "useful TFLOP/s. The source's B200 first, then each of our devices. Absolute rates of two chips are not "
+    "comparable; gaps are."
+)
+
+
+def build(source):
+    return gap.build(source, "fwd")
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

@@ -1,0 +1,54 @@
+"""T05: dense dimensions of parallelism, with the messages that our presets would send."""
+
+import sys
+
+import pandas as pd
+
+from figures import cli
+from figures.load import need, select
+
+ID = "T05"
+CAPTION = (
+    "Dense dimensions of parallelism in the source: collectives, what they carry, the tier of the network that "
+    "they use; beside them the bytes that a step of each of our presets would send on each rank at bf16, computed "
+    "from module sizes: FSDP gathers parameters twice and scatters gradients once over a shard group of 128, DDP "
+    "reduces a shard over 8 groups, 2-way expert parallelism leaves half of the experts' parameters to gather. "
+    "Modelled."
+)
+SHARD, REPLICAS, EXPERTS, BYTES = 128, 8, 2, 2
+DIMENSIONS = {
+    "expert parallelism": ("all-gather, reduce-scatter of activations", "inside a host, NVLink"),
+    "FSDP, all parameters": ("all-gather, reduce-scatter of parameters and gradients", "between hosts, in a zone"),
+    "FSDP with 2-way expert parallelism": (
+        "all-gather, reduce-scatter of parameters and gradients",
+        "between hosts, in a zone",
+    ),
+    "DDP across shard groups": ("all-reduce of a shard of gradients", "between hosts, across zones"),
+}
+
+
+def build(source):
+    rows = need(select(source.frame("model"), metric="params"), "model (params)").drop_duplicates(["case", "subject"])
+    sizes = rows.pivot_table(index="case", columns="subject", values="p50", sort=False)
+    lost = {"dense", "experts"} - set(sizes.columns)
+    if lost:
+        raise ValueError(f"model records without subject {', '.join(sorted(lost))}")
+    table = pd.DataFrame(
+        [(name, *text) for name, text in DIMENSIONS.items()],
+        columns=["dimension", "collectives", "tier of the network"],
+    )
+    for preset, row in sizes.iterrows():
+        rest = row.dense - row.experts * (1 - 1 / EXPERTS)
+        gather = 3 * BYTES * (SHARD - 1) / SHARD / 2**20
+        sent = [
+            None,
+            gather * row.dense,
+            gather * rest,
+            2 * (REPLICAS - 1) / REPLICAS * BYTES * row.dense / SHARD / 2**20,
+        ]
+        table[f"{preset}: MiB a step and rank"] = sent
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))

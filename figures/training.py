@@ -1,0 +1,48 @@
+"""Training records by variant: shared by F21, F23 and T08."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from figures.load import Source, over_seeds, select
+
+KEY = ["device", "case", "subject", "impl", "metric"]
+GROUPS = ("baseline", "add_one", "drop_one", "full", "quality")
+
+
+def by_variant(source: Source, experiment: str, metrics: tuple[str, ...]) -> pd.DataFrame:
+    """One row a device, case, variant and metric, with p50, p20, p80, n over seeds; group and base of the variant.
+
+    The group and the base are those of the variant's row when it ran.
+    """
+    rows = select(source.frame(experiment), metric=metrics)
+    table = over_seeds(rows, KEY)
+    run_of = rows.drop_duplicates("subject").set_index("subject").run_id
+    variant = {name: source.runs.get(run, {}).get("case_row", {}) for name, run in run_of.items()}
+    table["group"] = [variant[name].get("group") or guess(name) for name in table.subject]
+    table["base"] = [variant[name].get("base", "") for name in table.subject]
+    return table
+
+
+def guess(name: str) -> str:
+    """Group of a variant whose run does not say: from its name."""
+    start = name.partition("_")[0]
+    return {"add": "add_one", "drop": "drop_one"}.get(start, start if start in GROUPS else "quality")
+
+
+def wide(table: pd.DataFrame) -> pd.DataFrame:
+    """Columns <metric>, <metric>_low, <metric>_high, <metric>_n; one row a device, case and variant."""
+    index = ["device", "case", "subject", "group", "base"]
+    parts = []
+    for value, suffix in (("p50", ""), ("p20", "_low"), ("p80", "_high"), ("n", "_n")):
+        part = table.pivot_table(index=index, columns="metric", values=value, sort=False, dropna=False)
+        part = part.dropna(how="all")
+        parts.append(part.add_suffix(suffix))
+    return pd.concat(parts, axis=1).reset_index()
+
+
+def ordered(table: pd.DataFrame) -> pd.DataFrame:
+    """Baselines, what is added to them, everything together, what is dropped from it, the quality studies."""
+    rank = {name: index for index, name in enumerate(("baseline", "add_one", "full", "drop_one", "quality"))}
+    place = [rank.get(group, len(rank)) for group in table.group]
+    return table.assign(place=place).sort_values("place", kind="stable").drop(columns="place").reset_index(drop=True)
