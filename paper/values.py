@@ -1,0 +1,334 @@
+"""Everything that the report says in numbers, as one file: values.json.
+
+    python -m paper.values --tier smoke --output results/smoke/paper/values.json
+
+The text under paper/sections holds no result. It asks for values by name, and a value that does not exist makes its
+sentence say so or leaves it out. Values come from results/<tier> (records, claims.csv, figures, tables, benchmark files of
+the jobs), from the frozen records, and from config/. For `frozen` only shipped files are read, so that the report has the
+same bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+from figures.load import DEVICE_NAMES, ROOT, Source, available
+from paper import summaries
+
+VERDICTS = {  # verdict -> how a reader says it
+    "reproduced": "reproduced",
+    "exceeded": "exceeded",
+    "partly": "partly",
+    "not_reproduced": "not reproduced",
+    "context": "context",
+    "not_attempted": "not attempted",
+}
+FROZEN = "frozen"
+
+
+def collect(run: str, results: Path, measured: Path, published: Path, root: Path = ROOT) -> dict:
+    """Values of one run (a folder under `results`). ValueError when it has no claims.csv or no records."""
+    folder = results / run
+    source = Source(folder / "records", measured, published)
+    claims = read_claims(folder / "claims" / "claims.csv", source)
+    if not source.runs:
+        raise ValueError(f"{folder / 'records'}: no runs.json there and none under {measured}; nothing was measured")
+    figures, tables, missing = outputs(folder, measured, root)
+    built = [item for make in summaries.ALL for item in make(source)]
+    return {
+        "run": run,
+        "frozen": run == FROZEN,
+        "claims": claims,
+        "verdicts": count_verdicts(claims),
+        "verdict_names": VERDICTS,
+        "environments": environments(source),
+        "figures": figures,
+        "tables": tables,
+        "missing": missing,
+        "built": built,
+        "facts": summaries.facts(source),
+        "chips": chips(),
+        "tiers": tiers(root),
+        "published": published_tables(published),
+        "stages": [] if run == FROZEN else stages(folder / "logs"),
+        "sizes": [] if run == FROZEN else sizes(folder),
+    }
+
+
+def read_claims(path: Path, source: Source) -> list[dict]:
+    """Rows of claims.csv, each with the device that its number was measured on."""
+    if not path.exists():
+        raise ValueError(f"{path}: no such file; allowed: the output of python -m gem.claims")
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    names = {row["id"]: row for row in _sheet("claims")}
+    for row in rows:
+        rule = names.get(row["id"], {})
+        row["device"] = device_of(row, source)
+        row["section"] = rule.get("section", "")
+        parts = [rule.get("published_low", ""), rule.get("published_high", "")]
+        parts = list(dict.fromkeys(part for part in parts if part))
+        row["published_parts"] = [with_unit(part, rule.get("unit", "")) for part in parts]
+        row["published_text"] = range_text(parts, rule.get("unit", ""))
+        row["ours_text"] = with_unit(row["ours"], row["unit"])
+        row["expected_text"] = with_unit(row["expected"], row["unit"])
+    return rows
+
+
+def with_unit(value: str, unit: str) -> str:
+    """ "28 %" for a fraction, "1.4x" for a factor, "830 TFLOP/s"; nothing for nothing."""
+    if not value:
+        return ""
+    number = float(value)
+    if unit == "fraction":
+        return f"{100 * number:.3g} %"
+    if unit == "share of bf16 peak":
+        return f"{100 * number:.3g} % of peak"
+    if unit == "x":
+        return f"{number:.3g}\u00d7"
+    return f"{summaries.number(number)} {unit}".strip()
+
+
+def range_text(parts: list[str], unit: str) -> str:
+    """One published number, or two as a range with the unit once: "1.21-1.4x"."""
+    texts = [with_unit(part, unit) for part in parts]
+    if len(texts) < 2:
+        return "".join(texts)
+    first = re.match(r"[0-9.,]+", texts[0])[0]
+    return f"{first}\u2013{texts[1]}"
+
+
+def device_of(row: dict, source: Source) -> str:
+    """ "H200", "CPU": where the record of a claim was measured; modelled numbers have no device."""
+    record = row["source_record"].split(" (")[0]
+    if not record:
+        return ""
+    if row["scope"] == "modelled":
+        return "model"
+    folder, experiment = Path(record).parent.name, Path(record).stem
+    if folder in DEVICE_NAMES:
+        return DEVICE_NAMES[folder]
+    slugs = {info["device"]["slug"] for info in source.runs.values() if info["experiment"] == experiment}
+    gpus = sorted(slugs - {"cpu"})
+    return source.device_label(gpus[0]) if gpus and Path(record).parent.name != "records" else _local(slugs, source)
+
+
+def _local(slugs: set[str], source: Source) -> str:
+    best = sorted(slugs, key=lambda slug: (slug == "cpu", slug))
+    return source.device_label(best[0]) if best else ""
+
+
+def count_verdicts(claims: list[dict]) -> dict[str, int]:
+    """Claims by verdict; `judged` leaves out context and not attempted, `met` counts reproduced and exceeded."""
+    counts = {name: sum(row["verdict"] == name for row in claims) for name in VERDICTS}
+    judged = len(claims) - counts["context"] - counts["not_attempted"]
+    return counts | {"total": len(claims), "judged": judged, "met": counts["reproduced"] + counts["exceeded"]}
+
+
+def outputs(folder: Path, measured: Path, root: Path) -> tuple[dict, dict, list[dict]]:
+    """Figures and tables that this run has, and those that it has not with the reason."""
+    figures, tables, missing = {}, {}, []
+    for row in _sheet("figures", root):
+        name, is_figure = row["id"], row["id"].startswith("F")
+        path = folder / ("figures" if is_figure else "tables") / f"{name}{'.pdf' if is_figure else '.csv'}"
+        ready, reason = available(name, folder / "records", measured, root)
+        if name == "T01":  # typeset from claims.csv itself
+            continue
+        if not path.exists():
+            why = reason if not ready else "not drawn in this build"
+            missing.append({"id": name, "title": row["title"], "reason": why})
+            continue
+        item = {"title": row["title"], "caption": caption(row["script"]), "claims": row["claims"], "file": path.name}
+        if is_figure:
+            figures[name] = item
+        else:
+            header, rows = read_table(path)
+            tables[name] = item | {"header": header, "rows": rows}
+    return figures, tables, missing
+
+
+def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    return rows[0], [[_cell(text) for text in row] for row in rows[1:]]
+
+
+def _cell(text: str) -> str:
+    """Long decimals of a CSV cut to what a reader wants; everything else as it stands."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return text if "." not in text and "e" not in text.lower() else summaries.number(value, 4)
+
+
+def caption(script: str) -> str:
+    """CAPTION of a module of figures/: what to see, on which chip, what is modelled."""
+    return importlib.import_module(f"figures.{script}").CAPTION
+
+
+def environments(source: Source) -> list[dict]:
+    """One row a device: hardware, software, commits, days and experiments of its runs."""
+    found: dict[tuple, dict] = {}
+    for info in source.runs.values():
+        device, software = info["device"], info.get("software", {})
+        key = (device["slug"], device.get("name"), device.get("driver"), software.get("torch"), software.get("triton"))
+        row = found.setdefault(
+            key,
+            {
+                "device": source.device_label(device["slug"]),
+                "name": device.get("name") or "",
+                "gpu": device["type"] == "cuda",
+                "driver": device.get("driver") or "",
+                "power": summaries.number(device["power_limit_w"]) + " W"
+                if _is_number(device, "power_limit_w")
+                else "",
+                "torch": software.get("torch") or "",
+                "triton": software.get("triton") or "",
+                "cuda": software.get("cuda") or "",
+                "python": software.get("python") or "",
+                "commits": set(),
+                "days": set(),
+                "experiments": set(),
+                "runs": 0,
+                "dirty": False,
+            },
+        )
+        row["commits"].add(str(info.get("commit", "unknown"))[:10])
+        row["days"].add(str(info.get("utc", ""))[:10])
+        row["experiments"].add(info["experiment"])
+        row["runs"] += 1
+        row["dirty"] |= bool(info.get("dirty"))
+    rows = []
+    for key in sorted(found, key=lambda key: (key[0] == "cpu", [str(part) for part in key])):
+        row = found[key]
+        rows.append(row | {name: sorted(row[name]) for name in ("commits", "days", "experiments")})
+    return rows
+
+
+def _is_number(device: dict, key: str) -> bool:
+    try:
+        float(device[key])
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def chips() -> dict[str, dict]:
+    """Nominal figures of the chips that the text compares (kernels/bounds.py)."""
+    from kernels.bounds import CHIPS
+
+    rows = {}
+    for name in ("h200", "b200"):
+        chip = CHIPS[name]
+        rows[name] = {
+            "bf16": summaries.number(chip.bf16 / 1e12, 4),
+            "fp8": summaries.number(chip.fp8 / 1e12, 4),
+            "hbm": summaries.number(chip.hbm / 1e12),
+            "sms": str(chip.sms),
+            "intensity": summaries.number(chip.bf16 / chip.hbm),
+        }
+    rows["ratio"] = {
+        "bf16": summaries.number(CHIPS["h200"].bf16 / CHIPS["b200"].bf16, 2),
+        "hbm": summaries.number(CHIPS["h200"].hbm / CHIPS["b200"].hbm, 2),
+    }
+    return rows
+
+
+def tiers(root: Path) -> list[dict]:
+    """What each tier trains on and how: rows of the method section, from config/<tier>.yaml."""
+    import yaml
+
+    rows = []
+    for name in ("smoke", "gpu"):
+        config = yaml.safe_load((root / "config" / f"{name}.yaml").read_text(encoding="utf-8"))
+        data, train = config["data"], config["train"]
+        rows.append(
+            {
+                "tier": name,
+                "device": {"cpu": "CPU", "cuda": "one GPU"}[config["device"]],
+                "dtype": config["dtype"],
+                "preset": config["preset"],
+                "samples": summaries.number(data["samples"]),
+                "eval_samples": summaries.number(data["eval_samples"]),
+                "max_length": summaries.number(data["max_length"]),
+                "fill": str(data["fill"]),
+                "length_law": data["length_law"],
+                "length_cv": str(data["length_cv"]),
+                "batch": summaries.number(train["batch_size"]),
+                "seeds": str(len(train["seeds"])),
+            }
+        )
+    return rows
+
+
+def published_tables(folder: Path) -> dict[str, dict]:
+    """The source's own tables, as rows."""
+    found = {}
+    for path in sorted(folder.glob("*.csv")):
+        header, rows = read_table(path)
+        found[path.stem] = {"header": header, "rows": rows}
+    return found
+
+
+def stages(logs: Path) -> list[dict]:
+    """Wall time and memory by stage from the benchmark files of the jobs that ran here."""
+    found: dict[str, dict] = {}
+    for path in sorted(logs.rglob("*.benchmark.jsonl")):
+        stage = path.parent.name if path.parent != logs else path.name.split(".")[0]
+        for line in path.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            row = found.setdefault(stage, {"stage": stage, "jobs": 0, "seconds": 0.0, "rss": 0.0})
+            row["jobs"] += 1
+            row["seconds"] += float(values.get("s") or 0)
+            memory = values.get("max_rss")
+            row["rss"] = max(row["rss"], float(memory) if str(memory).replace(".", "", 1).isdigit() else 0.0)
+    rows = []
+    for row in sorted(found.values(), key=lambda row: -row["seconds"]):
+        rss = f"{row['rss'] / 1024:.2f}" if row["rss"] else "-"
+        rows.append({"stage": row["stage"], "jobs": str(row["jobs"]), "seconds": f"{row['seconds']:.0f}", "rss": rss})
+    return rows
+
+
+def sizes(folder: Path) -> list[dict]:
+    """Disk that each folder of the run holds, in MB."""
+    rows = []
+    for path in sorted(item for item in folder.iterdir() if item.is_dir() and item.name != "paper"):
+        size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
+        rows.append({"folder": path.name, "mb": f"{size / 1e6:.1f}"})
+    return rows
+
+
+def _sheet(name: str, root: Path = ROOT) -> list[dict]:
+    with open(root / "config" / f"{name}.tsv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m paper.values", description="Collect the numbers of the report.")
+    parser.add_argument("--tier", required=True, help="folder under results: smoke, gpu, gpu2, frozen")
+    parser.add_argument("--output", type=Path, required=True, help="values.json")
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--measured", type=Path, default=Path("data/measured"), help="frozen records")
+    parser.add_argument("--published", type=Path, default=Path("data/published"), help="numbers of the source")
+    args = parser.parse_args(argv)
+    try:
+        values = collect(args.tier, args.results, args.measured, args.published)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    counts = values["verdicts"]
+    print(f"{args.output}: {counts['met']} of {counts['total']} claims reproduced, {len(values['figures'])} figures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
