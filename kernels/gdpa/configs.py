@@ -1,8 +1,8 @@
 """Tile configurations of the Triton GDPA kernels: the ones in use and the ones that a sweep tries, for sm_90.
 
-Phases: "fwd" streams keys past a query tile; "fwd_resident" keeps up to two key tiles on chip and streams queries; "dq" and
-"dkdv" are the two kernels of the split backward; "owner" is the backward that owns a (sequence, head). block_m counts query
-rows, block_n keys. No configuration depends on the batch, so that a sequence's result does not either.
+Phases: "fwd" streams keys past a query tile; "fwd_resident" keeps up to two key tiles on chip and streams queries; "dq"
+and "dkdv" are the two kernels of the split backward; "owner" is the backward that owns a (sequence, head). block_m
+counts query rows, block_n keys. No configuration depends on the batch, so that a sequence's result does not either.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ _CANDIDATES = {
     ("dkdv", 64): [(64, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2)],
     ("dkdv", 128): [
         (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (32, 64, 4, 3), (64, 64, 8, 2),
-        (128, 64, 8, 2), (32, 128, 4, 2),
+        (128, 64, 8, 2),
     ],
-    ("dkdv", 256): [(32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2), (16, 64, 8, 3)],
+    ("dkdv", 256): [(32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 3)],
     ("owner", 64): [(64, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3)],
     ("owner", 128): [
-        (64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 3), (32, 128, 8, 3),
+        (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 64, 4, 3), (32, 128, 8, 3),
         (64, 64, 4, 3),
     ],
-    ("owner", 256): [(32, 64, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2)],
+    ("owner", 256): [(32, 64, 8, 2), (64, 64, 8, 2)],
 }  # fmt: skip
 
 
