@@ -11,6 +11,7 @@ from gem import workflow as plan
 
 try:
     RUN = plan.load(config)
+    RUN.check_targets(sys.argv[1:])
 except ValueError as error:
     sys.exit(f"error: {error}")
 

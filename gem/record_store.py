@@ -130,8 +130,12 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
 
     Returns (thawed run ids, "run id: reason" of those left out). A run is thawed when its sources are unchanged and its
     row is still the row of its sheet. A job all of whose runs are there gets its receipt and counts as finished; any
-    other is marked as started, so that it measures only what is left.
+    other is marked as started, so that it measures only what is left. Receipts of an earlier thaw are taken back first:
+    thaw again after an edit.
     """
+    for receipt in (folder / "jobs").glob("*.json"):
+        if json.loads(receipt.read_text(encoding="utf-8")).get("thawed_from"):
+            receipt.unlink()
     sheets = {name: {row[key]: row for row in _sheet(config / f"{name}.tsv")} for name, key in _KEYS.items()}
     thawed, left = [], []
     for run_id, (part, info) in _merged(source).items():
@@ -160,7 +164,7 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
             receipt.parent.mkdir(parents=True, exist_ok=True)
             job.started_marker(receipt).touch()
         else:
-            job.write_receipt(receipt, runs)
+            job.write_receipt(receipt, runs, thawed_from=source.name)
     return thawed, left
 
 

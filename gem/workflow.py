@@ -143,6 +143,15 @@ class Settings:
         weight = wildcards.get("weight")
         return self.data_folder("base" if weight is None else f"weight_{weight}")
 
+    def training_data(self, wildcards) -> list[str]:
+        """Data that a training job waits for: none when its records were thawed, so that thawed jobs stay finished."""
+        weight = wildcards.get("weight")
+        name = f"train-{wildcards.variant}" if weight is None else f"quality-{weight}-{wildcards.variant}"
+        receipt = ROOT / self.results / "records" / "jobs" / f"{name}.json"
+        if receipt.exists() and json.loads(receipt.read_text(encoding="utf-8")).get("thawed_from"):
+            return []
+        return [self.data_ready("base" if weight is None else f"weight_{weight}")]
+
     def data_ready(self, dataset: str) -> str:
         """File whose existence says that a data set is complete and valid."""
         folder = f"{self.results}/data/{dataset}"
@@ -214,6 +223,20 @@ class Settings:
     def files(self, category: str) -> list[str]:
         names = [name for name in self.outputs(self.name) if self.category(name) == category]
         return [path for name in names for path in self.output_files(self.name, name)]
+
+    def check_targets(self, words: Iterable[str]) -> None:
+        """ValueError for a target like ablation_<id>, figure_<id> or table_<id> on the command line whose id does not
+        exist.
+
+        Snakemake's own message names no alternatives, and comes later.
+        """
+        known = {"ablation": self.variants}
+        for kind in ("Figure", "Table"):
+            known[kind.lower()] = [name for name in self.outputs(self.name) if self.category(name) == kind]
+        for word in words:
+            kind, found, name = word.partition("_")
+            if found and kind in known and re.fullmatch(r"\w+", word) and name not in known[kind]:
+                raise ValueError(f"target {word}: {name!r} is unknown; allowed: {', '.join(known[kind]) or 'none yet'}")
 
     def _experiments_of(self, run: str) -> list[str]:
         return self.experiments if run == self.name else sorted(shipped_experiments())

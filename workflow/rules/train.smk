@@ -1,8 +1,7 @@
 # Training: one process a variant, its seeds inside, so that imports are paid once.
 rule train_variant:
     input:
-        # A newer data set alone does not retrain: what it depends on stands in params, and frozen records stay finished.
-        ancient(RUN.data_ready("base")),
+        RUN.training_data,
     output:
         ensure(f"{R}/records/jobs/train-{{variant}}.json", non_empty=True),
     log:
@@ -35,7 +34,7 @@ rule train_variant:
 
 rule train_quality:
     input:
-        ancient(RUN.data_ready("weight_{weight}")),
+        RUN.training_data,
     output:
         ensure(f"{R}/records/jobs/quality-{{weight}}-{{variant}}.json", non_empty=True),
     log:

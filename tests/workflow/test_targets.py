@@ -1,0 +1,178 @@
+"""The workflow as a user types it: targets, profiles, lint, and errors before any work."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from gem import workflow
+from gem.workflow import ROOT, load, read_sheet
+
+from .conftest import SNAKEMAKE
+
+TARGETS = {"all", "data", "train", "bench", "records", "ablations", "figures", "tables", "claims", "paper", "frozen"}
+
+
+def test_every_target_can_be_named(real):
+    listed = set(real.snakemake("--list-target-rules").stdout.split())
+    assert TARGETS <= listed
+    assert {f"ablation_{name}" for name in read_sheet("variants")} <= listed
+    settings = load({})
+    outputs = settings.outputs("smoke")
+    assert {f"{settings.category(name).lower()}_{name}" for name in outputs} <= listed
+
+
+def test_default_target_is_everything_of_tier_smoke(real):
+    jobs = real.planned()
+    settings = load({})
+    assert jobs["train_variant"] == len(settings.variants) == len(read_sheet("variants"))
+    assert jobs["merge_records"] == len(settings.experiments)
+    assert jobs["judge_claims"] == jobs["typeset"] == jobs["check_records"] == 1
+    assert {f"bench_{name}" for name in settings.benches} <= set(jobs)
+
+
+def test_one_ablation_trains_two_variants_only(real):
+    assert real.planned("ablation_add_fused_rotary") == {"synthesize": 1, "train_variant": 2, "ablation": 1}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "gpu", "gpu2", "slurm"], ids="profile_{}".format)
+def test_profiles_dry_run(real, profile):
+    if profile == "slurm" and importlib.util.find_spec("snakemake_executor_plugin_slurm") is None:
+        pytest.skip("snakemake-executor-plugin-slurm is not installed (envs/slurm.txt)")
+    jobs = real.planned("--workflow-profile", f"profiles/{profile}")
+    settings = load({"tier": {"slurm": "gpu"}.get(profile, profile)})
+    assert jobs["train_variant"] == len(settings.variants)
+    assert {f"bench_{name}" for name in settings.benches} <= set(jobs)
+
+
+def test_profiles_stand_alone_and_cap_the_gpus():
+    for name in ("default", "smoke", "gpu", "gpu2", "slurm"):
+        profile = yaml.safe_load((ROOT / "profiles" / name / "config.yaml").read_text())
+        assert any(item.startswith("gpu=") for item in profile["resources"]), name
+        assert ("cores" in profile) or ("jobs" in profile)
+        if name != "default":
+            tier = load(yaml.safe_load((ROOT / profile["configfile"]).read_text())).tier
+            assert tier == {"slurm": "gpu"}.get(name, name)
+
+
+def test_lint_and_format():
+    done = subprocess.run([*SNAKEMAKE, "--lint"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "good condition" in done.stdout + done.stderr, done.stderr[-3000:]
+    snakefmt = [sys.executable, "-m", "snakefmt.snakefmt", "--check", "Snakefile", "workflow"]
+    done = subprocess.run(snakefmt, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len((ROOT / "Snakefile").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--config", "tier=huge"), "error: config: tier 'huge' is unknown; allowed: gpu, gpu2, smoke"),
+        (("ablation_nothing",), "error: target ablation_nothing: 'nothing' is unknown; allowed: baseline_padded, "),
+    ],
+)
+def test_a_users_error_is_one_line_and_stops_before_any_work(real, words, message):
+    done = real.snakemake(*words, "--cores", "1")
+    assert done.returncode != 0
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and errors[0].startswith(message)
+    assert not (real.folder / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"teir": "gpu"}, "config: key 'teir' is unknown; allowed: dataset, tier, device"),
+        ({"dataset": "nowhere"}, "config: dataset 'nowhere' has no manifest.json; allowed: a folder written by"),
+        ({"train": {"epochs": 3}}, "config: train differs from config/smoke.yaml; allowed: a change in that file"),
+    ],
+)
+def test_bad_config_values(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_has_results_of_its_own_and_leaves_out_the_sweep(tmp_path):
+    folder = tmp_path / "ML 100k"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    settings = load({"dataset": str(folder)})
+    assert settings.results == "results/smoke-ml-100k"
+    assert settings.jobs("quality") == [] and settings.data_folder("base") == str(folder)
+    assert all(path.startswith("results/smoke-ml-100k/") for path in settings.default_files())
+    assert not any("paper" in path for path in settings.default_files())
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Sheets and schemas alone, to be broken."""
+    for name in ("config", "workflow/schemas"):
+        (tmp_path / name).mkdir(parents=True)
+        for path in (ROOT / name).iterdir():
+            (tmp_path / name / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("variants.tsv", "\tjagged\t", "\tjaged\t", 'config/variants.tsv: row baseline_varlen: column layout: "jaged"'),
+        (
+            "variants.tsv",
+            "\tlayout\t",
+            "\tlayuot\t",
+            "config/variants.tsv: column 'layuot' is unknown; allowed: variant,",
+        ),
+        (
+            "variants.tsv",
+            "baseline\t\tpadded",
+            "baseline\tnobody\tpadded",
+            "row baseline_padded: column base: 'nobody'",
+        ),
+        ("variants.tsv", "add_jagged", "baseline_padded", "row baseline_padded: column variant: the id occurs twice"),
+        ("kernels.tsv", "\t1152\t", "\t-5\t", 'column batch: "-5"; allowed: an integer >= 1'),
+        (
+            "kernels.tsv",
+            "\t256\t1.0\t",
+            "\t256\t1.5\t",
+            'column q_fill: "1.5"; allowed: a number in (0, 1], or nothing',
+        ),
+        ("kernels.tsv", "\tgpu\t", "\tgpux\t", "column tiers: 'gpux' is unknown; allowed: gpu, gpu2, smoke"),
+        ("figures.tsv", "C04;C07", "C04;C77", "row F04: column claims: 'C77' is unknown"),
+        ("claims.tsv", "\tgeomean\t", "\tmean\t", 'column aggregate: "mean"; allowed: geomean, median, max, all'),
+        ("metrics.tsv", "\tlower\t", "\tless\t", 'column direction: "less"; allowed: higher, lower'),
+        (
+            "smoke.yaml",
+            "batch_size: 128",
+            "batch_size: 1.5",
+            "config/smoke.yaml: key train.batch_size: 1.5; allowed: an int",
+        ),
+        ("smoke.yaml", "batch_size: 128", "batch_size: -1", "key train.batch_size: -1; allowed: an integer >= 1"),
+        ("smoke.yaml", "fill: 0.3", "fill: 1.3", "key data.fill: 1.3; allowed: a number in (0, 1]"),
+        ("smoke.yaml", "epochs: 1", "epoch: 1", "config/smoke.yaml: key train.epoch"),
+        (
+            "smoke.yaml",
+            "variants: all",
+            "variants: [fulll]",
+            "key train.variants: 'fulll' is unknown; allowed: baseline",
+        ),
+    ],
+)
+def test_typos_in_config_files_name_file_row_column_and_what_is_allowed(tree, file, old, new, message):
+    path = tree / "config" / file
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load({}, tree)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_sheet_of_the_repository_is_valid_in_every_tier():
+    for tier in ("smoke", "gpu", "gpu2"):
+        settings = workflow.load({"tier": tier})
+        assert settings.experiments and settings.variants
