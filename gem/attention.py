@@ -67,13 +67,18 @@ def pad_rows(values: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch
     mask = index < offsets[1:, None]
     if values.shape[0] == 0:
         return values.new_zeros(*index.shape, *values.shape[1:])
-    padded = values[torch.where(mask, index, 0)]
+    padded = values.index_select(0, torch.where(mask, index, 0).flatten()).view(*index.shape, *values.shape[1:])
     return padded * mask.view(*mask.shape, *[1] * (values.dim() - 1)).to(padded.dtype)
 
 
 def event_mask(offsets: torch.Tensor, longest: int) -> torch.Tensor:
     """bool [B, longest], True for events."""
     return torch.arange(longest, device=offsets.device) < offsets.diff()[:, None]
+
+
+def as_given(x: torch.Tensor):
+    """Autocast off: attention runs in its inputs' dtype, and what an implementation does inside is its own affair."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def self_attention(
@@ -93,6 +98,11 @@ def self_attention(
     qkv [T, 3, H, D] (padded: [B, L, 3, H, D]) is turned first, v too, as in the source's block attention. Fused rotary:
     inside block attention, or else as one kernel over q, k and v. Returns [T, H, D] ([B, L, H, D]).
     """
+    with as_given(qkv):
+        return _self_attention(qkv, events, kind, window, block_size, rotary, impl, block_impl, recipe)
+
+
+def _self_attention(qkv, events: Events, kind, window, block_size, rotary, impl, block_impl, recipe) -> torch.Tensor:
     fused = rotary is RotaryMode.FUSED
     inside = fused and kind is SelfAttention.BLOCK
     if not inside:
@@ -126,8 +136,12 @@ def self_attention(
 def pooled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, events: Events, *, impl: str, recipe=None
 ) -> torch.Tensor:
-    """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D]; zeros without
-    events."""
+    """Learned queries q [Lq, H, D], shared by all samples, attend to each history: [B, Lq, H, D], zeros if empty."""
+    with as_given(q):
+        return _pooled_attention(q, k, v, events, impl, recipe)
+
+
+def _pooled_attention(q, k, v, events: Events, impl, recipe) -> torch.Tensor:
     if events.mask is not None:
         batch = events.mask.shape[0]
         queries = q.expand(batch, *q.shape).transpose(1, 2)
@@ -162,6 +176,11 @@ def generalized_attention(
     q [T, H, D] (padded: [B, L, H, D]); k, v [B * num_kv, H, D]. num_kv: a constant, so that it is one under
     compilation too.
     """
+    with as_given(q):
+        return _generalized_attention(q, k, v, events, activation, scale, num_kv, impl, recipe)
+
+
+def _generalized_attention(q, k, v, events: Events, activation, scale, num_kv, impl, recipe) -> torch.Tensor:
     if events.mask is not None:
         batch = events.mask.shape[0]
         k, v = (x.view(batch, -1, *x.shape[1:]) for x in (k, v))
@@ -230,4 +249,4 @@ def ages_to_tau(ages: torch.Tensor, time_scale: float) -> torch.Tensor:
 
 def rows_of(per_sample: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
     """per_sample [B, d] repeated for each of its events: [total, d]."""
-    return per_sample[row_ids(offsets, total)]
+    return per_sample.index_select(0, row_ids(offsets, total))

@@ -50,18 +50,17 @@ class PersonalisedFeedForward(nn.Module):
         """S' from S and the generated keys and values [B * num_kv, H, D]; one fused op, or norms and GDPA apart."""
         values = events.values
         if self.fused is not None and self.precision is None:  # the fused op knows no MX recipe
-            return fused_norm.pffn(
-                values.unflatten(-1, heads),
-                k.to(values.dtype),
-                v.to(values.dtype),
-                events.offsets,
-                events.kv_offsets,
-                activation=self.activation,
-                scale=self.scale,
-                eps=EPS,
-                max_kv_len=self.num_kv,
-                impl=self.fused,
-            ).flatten(-2)
+            arguments = {"activation": self.activation, "scale": self.scale, "eps": EPS, "max_kv_len": self.num_kv}
+            with attention.as_given(values):
+                return fused_norm.pffn(
+                    values.unflatten(-1, heads),
+                    k.to(values.dtype),
+                    v.to(values.dtype),
+                    events.offsets,
+                    events.kv_offsets,
+                    impl=self.fused,
+                    **arguments,
+                ).flatten(-2)
         q = layer_norm(values)
         o = attention.generalized_attention(
             q.unflatten(-1, heads).to(k.dtype),

@@ -324,13 +324,14 @@ def test_bad_arguments_are_one_line_before_any_work(folder, tmp_path, capsys, ch
     assert not (tmp_path / "o" / "summary.json").exists()
 
 
-def test_every_shipped_variant_takes_a_step(data):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_shipped_variant_takes_a_step(data, dtype):
     """All rows of variants.tsv at the tiny size: a new row is a new variant."""
     rows = load_variants()
     for name, row in rows.items():
         config = tiny.config(**{k: v for k, v in row.items() if k in tiny.ROW})
         wide = dataclasses.replace(tiny.MODEL, width=32) if config.toggles.precision != "bf16" else tiny.MODEL
-        config = dataclasses.replace(config, model=wide)
+        config = dataclasses.replace(config, model=wide, dtype=dtype)
         model = train.build(config, data, 0, CPU)
         loss, norm = train.train_step(
             model, Optimizers(model, config, 4), data.train.batch(np.arange(12)), config, 0, 0
