@@ -1,7 +1,7 @@
 """Block attention on the GPU in stock Triton: one pass over 64-row blocks, rotary fused both ways.
 
-The source's step from a sliding window to fixed aligned blocks: no partial windows, no loop over tiles, no correction, no
-log-sum-exp and no separate pass for D; the rotary backward happens in the epilogue, in float32.
+The source's step from a sliding window to fixed aligned blocks: no partial windows, no loop over tiles, no
+correction, no log-sum-exp and no separate pass for D; the rotary backward happens in the epilogue, in float32.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def candidates(phase: str, head_dim: int, rotary: bool = False) -> list[Config]:
 def _constants(q, block_size, rotary, config):
     on = () if rotary is None else rotary.on
     layout = "none" if not on else "interleaved" if rotary.interleaved else "half"
-    return dict(
-        ROTARY=layout, ON_Q="q" in on, ON_K="k" in on, ON_V="v" in on, HEAD_DIM=q.shape[-1],
-        BLOCK_D=max(32, triton.next_power_of_2(q.shape[-1])), BLOCK=block_size, HEADS=config.heads,
-        STAGES=config.num_stages, PRECISION=precision_of(q.dtype), num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )  # fmt: skip
+    return {
+        "ROTARY": layout, "ON_Q": "q" in on, "ON_K": "k" in on, "ON_V": "v" in on, "HEAD_DIM": q.shape[-1],
+        "BLOCK_D": max(32, triton.next_power_of_2(q.shape[-1])), "BLOCK": block_size, "HEADS": config.heads,
+        "STAGES": config.num_stages, "PRECISION": precision_of(q.dtype), "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }  # fmt: skip
 
 
 def _config(phase, q, rotary):
@@ -100,7 +100,8 @@ def backward_with(config, do, q, k, v, offsets, *, block_size, scale, rotary):
 
 
 def forward(q, k, v, offsets, *, block_size, scale, rotary):
-    """o = softmax(scale q kT) v inside blocks of `block_size` (16, 32, 64 or 128) rows counted from each sequence's start.
+    """o = softmax(scale q kT) v inside blocks of `block_size` (16, 32, 64 or 128) rows counted from each sequence's
+    start.
 
     q, k, v [T, H, D] bfloat16, float16 or float32, D even with rotary, last dimension contiguous. rotary: None or
     Rotary(cos, sin [T, D/2] float32). Rows past offsets[-1] are zeros.

@@ -1,11 +1,11 @@
 """Block attention in Triton: one program takes a block of a few heads, holds it whole and touches memory once.
 
-No loop over keys, no running maximum, no log-sum-exp and no pass for D: a row's scores are all there, so D = rowsum(P dP)
-comes from the block itself and o is not read in the backward pass.
+No loop over keys, no running maximum, no log-sum-exp and no pass for D: a row's scores are all there, so D =
+rowsum(P dP) comes from the block itself and o is not read in the backward pass.
 
-Rotary: a tile is split into the two halves of its pairs, turned in float32 and joined again before it goes to shared memory;
-gradients are split, turned back in float32 and stored once. Interleaved pairs are neighbours in a thread's registers; half
-pairs are two loads and two stores.
+Rotary: a tile is split into the two halves of its pairs, turned in float32 and joined again before it goes to shared
+memory; gradients are split, turned back in float32 and stored once. Interleaved pairs are neighbours in a thread's
+registers; half pairs are two loads and two stores.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def load_turned(
     base, first, rows, stride, length, c, s, ROTARY: tl.constexpr, ON: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A tile [rows, BLOCK_D], turned if ON; zeros past `length`. With "half" pairs and a padded head size the columns of every
-    tile are a, padding, b, padding: an order that products do not notice and `store_turned_back` undoes."""
+    """A tile [rows, BLOCK_D], turned if ON; zeros past `length`. With "half" pairs and a padded head size the
+    columns of every tile are a, padding, b, padding: an order that products do not notice and `store_turned_back`
+    undoes."""
     if (ROTARY == "half") and (ON or (HEAD_DIM != BLOCK_D)):
         half = tl.arange(0, BLOCK_D // 2)
         a = load_rows(base, first, rows, half, stride, length, HEAD_DIM // 2, BLOCK_D // 2, True)
@@ -92,8 +93,8 @@ def _weights(s, count, scale):
 @triton.jit
 def forward_kernel(
     Q, K, V, O, cos, sin, offsets, tiles, count,
-    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sc_t, ss_t, s_off, num_sequences, total, num_heads, head_groups, scale,
-    ROTARY: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr, HEAD_DIM: tl.constexpr,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sc_t, ss_t, s_off, num_sequences, total, num_heads, head_groups,
+    scale, ROTARY: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one block a program."""
@@ -125,7 +126,8 @@ def forward_kernel(
             p, norm = _weights(tl.dot(q, tl.trans(k), input_precision=PRECISION), keys, scale)
             o = tl.dot(p.to(V.dtype.element_ty), v, input_precision=PRECISION) / norm[:, None]
             store_turned_back(
-                O + h * so_h, first, rows, so_t, length, o, cos, sin, sc_t, ss_t, known, ROTARY, False, HEAD_DIM, BLOCK_D
+                O + h * so_h, first, rows, so_t, length, o, cos, sin, sc_t, ss_t, known, ROTARY, False, HEAD_DIM,
+                BLOCK_D
             )  # fmt: skip
 
 
@@ -174,13 +176,16 @@ def backward_kernel(
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(Q.dtype.element_ty)
             dv = tl.dot(tl.trans(p.to(DO.dtype.element_ty)), do, input_precision=PRECISION)
             store_turned_back(
-                DV + h * sdv_h, first, rows, sdv_t, length, dv, cos, sin, sc_t, ss_t, known, ROTARY, ON_V, HEAD_DIM, BLOCK_D
+                DV + h * sdv_h, first, rows, sdv_t, length, dv, cos, sin, sc_t, ss_t, known, ROTARY, ON_V, HEAD_DIM,
+                BLOCK_D
             )  # fmt: skip
             dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
             store_turned_back(
-                DK + h * sdk_h, first, rows, sdk_t, length, dk, cos, sin, sc_t, ss_t, known, ROTARY, ON_K, HEAD_DIM, BLOCK_D
+                DK + h * sdk_h, first, rows, sdk_t, length, dk, cos, sin, sc_t, ss_t, known, ROTARY, ON_K, HEAD_DIM,
+                BLOCK_D
             )  # fmt: skip
             dq = tl.dot(ds, k, input_precision=PRECISION)
             store_turned_back(
-                DQ + h * sdq_h, first, rows, sdq_t, length, dq, cos, sin, sc_t, ss_t, known, ROTARY, ON_Q, HEAD_DIM, BLOCK_D
+                DQ + h * sdq_h, first, rows, sdq_t, length, dq, cos, sin, sc_t, ss_t, known, ROTARY, ON_Q, HEAD_DIM,
+                BLOCK_D
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """Norms without affine parameters, fused with the rotary that follows: one pass over memory each way.
 
-The source counts norms as about a fifth of a recommendation model's step, all of it memory traffic. Norm and rotary together
-read x once and write y once; the backward pass reads dy and x, forms the statistics again and writes dx.
+The source counts norms as about a fifth of a recommendation model's step, all of it memory traffic. Norm and rotary
+together read x once and write y once; the backward pass reads dy and x, forms the statistics again and writes dx.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 from ..rotary.triton_kernels import rows_backward_kernel, rows_forward_kernel
 from ..rotary.triton_rotary import Config, candidates, launch
 
-__all__ = ["Config", "KINDS", "OVER", "candidates", "norm_backward", "norm_forward", "unsupported"]
+__all__ = ["KINDS", "OVER", "Config", "candidates", "norm_backward", "norm_forward", "unsupported"]
 
 KINDS = ("layer", "rms")
 OVER = ("head", "token")
@@ -37,8 +37,9 @@ def _view(x, over):
 def norm_forward(x, cos=None, sin=None, *, kind, over="head", eps=1e-5, interleaved=True, config=None):
     """y = rotary(norm(x)) for x [T, H, D], bfloat16, float16 or float32, D even.
 
-    kind "layer" (mean and variance) or "rms"; over "head" (each head's D columns) or "token" (all H D columns, without rotary).
-    cos, sin: float32 [T, D/2], or None for the norm alone. Statistics and turn in float32, one rounding.
+    kind "layer" (mean and variance) or "rms"; over "head" (each head's D columns) or "token" (all H D columns,
+    without rotary). cos, sin: float32 [T, D/2], or None for the norm alone. Statistics and turn in float32, one
+    rounding.
     """
     _check(x, kind, over, cos)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

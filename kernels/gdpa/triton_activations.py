@@ -1,8 +1,8 @@
 """GDPA's activations and their derivatives as Triton functions.
 
-FAST takes `tanh.approx.f32` (one special-function instruction, relative error about 2^-11, below the rounding of the 16-bit
-weight that follows); without it, forms that neither overflow nor cancel. All of them give 0 for a score of 0, which is what
-rows filled with zeros yield; the derivative there need not be 0 (0.5 for GELU), the factor dO·V is.
+FAST takes `tanh.approx.f32` (one special-function instruction, relative error about 2^-11, below the rounding of the
+16-bit weight that follows); without it, forms that neither overflow nor cancel. All of them give 0 for a score of 0,
+which is what rows filled with zeros yield; the derivative there need not be 0 (0.5 for GELU), the factor dO·V is.
 """
 
 from __future__ import annotations

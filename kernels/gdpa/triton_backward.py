@@ -1,10 +1,11 @@
 """GDPA backward in Triton. With s = scale q·k, p = act(s), dp = dO·v:  dv = pT dO,  ds = dp act'(s),  dq = scale ds k,
 dk = scale dsT q.
 
-split: one kernel owns query tiles and computes dq (3 GEMMs), one owns key tiles and computes dk, dv (4 GEMMs). Nothing is
-shared between programs. owner: one program owns a (sequence, head), keeps dk, dv of a key tile in registers, loops over
-queries (5 GEMMs) and alone adds up dq, in float32, without atomics; with a single key tile dq is written once, in its own
-type. Rows past the ends are zeros in q, k, v and dO: dp = 0 there, so act'(0) != 0 does no harm.
+split: one kernel owns query tiles and computes dq (3 GEMMs), one owns key tiles and computes dk, dv (4 GEMMs).
+Nothing is shared between programs. owner: one program owns a (sequence, head), keeps dk, dv of a key tile in
+registers, loops over queries (5 GEMMs) and alone adds up dq, in float32, without atomics; with a single key tile dq
+is written once, in its own type. Rows past the ends are zeros in q, k, v and dO: dp = 0 there, so act'(0) != 0 does
+no harm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GDPA forward in Triton: a query tile against a loop over keys, and short keys kept on chip under a loop over queries.
 
-Rows past a sequence's end are loaded as zeros. A key filled with zeros has score 0, weight act(0) = 0 and a value of zeros,
-so no mask is needed; stores are predicated.
+Rows past a sequence's end are loaded as zeros. A key filled with zeros has score 0, weight act(0) = 0 and a value of
+zeros, so no mask is needed; stores are predicated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GDPA on the GPU in stock Triton: the tuned baseline and its switches, each of which can be measured alone.
 
-The source's remedies for real traffic appear as `Options`: a list of valid query tiles instead of a grid over the longest
-sequence, zigzag dealing of those tiles to persistent programs, and short keys kept on chip while the loop runs over queries.
-None of them changes a result: every score, weight and sum is formed in the same order.
+The source's remedies for real traffic appear as `Options`: a list of valid query tiles instead of a grid over the
+longest sequence, zigzag dealing of those tiles to persistent programs, and short keys kept on chip while the loop
+runs over queries. None of them changes a result: every score, weight and sum is formed in the same order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BACKWARDS = ("split", "owner")
 class Options:
     """Switches of the kernels. None: chosen by shape.
 
-    schedule: "grid" launches over the longest sequence (needs the hint max_q_len; the baseline, never a default), "valid" over
-    the tiles that exist, "zigzag" deals those, sorted by work, to persistent programs.
+    schedule: "grid" launches over the longest sequence (needs the hint max_q_len; the baseline, never a default),
+    "valid" over the tiles that exist, "zigzag" deals those, sorted by work, to persistent programs.
     kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
@@ -93,11 +93,19 @@ def _strides(*tensors):
 
 def _constants(q, activation, scale, options, config):
     fast = q.is_cuda and q.dtype != torch.float32 if options.fast_tanh is None else options.fast_tanh
-    return dict(
-        KIND=activation, FAST=fast, SCALED=scale != 1.0, HEAD_DIM=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, PRECISION=precision_of(q.dtype),
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    return {
+        "KIND": activation,
+        "FAST": fast,
+        "SCALED": scale != 1.0,
+        "HEAD_DIM": q.shape[-1],
+        "BLOCK_D": padded(q.shape[-1]),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "PRECISION": precision_of(q.dtype),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _multiprocessors(device):
@@ -218,8 +226,8 @@ def backward_with(
             config = options.dq or default("dq", head_dim, q.dtype)
             tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
             dq_kernel[(bound * num_heads,)](
-                do, q, k, v, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps, num_heads, scale,
-                SHARED_Q=shared, **_constants(q, activation, scale, options, config),
+                do, q, k, v, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps, num_heads,
+                scale, SHARED_Q=shared, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
         if dk.numel() and only != "dq":
             config = options.dkdv or default("dkdv", head_dim, q.dtype)
@@ -237,9 +245,9 @@ def backward_with(
 def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
     """o = act(scale q kT) v for every sequence: one kernel for self-attention, cross-attention and pooling by queries.
 
-    q [Tq, H, D], k, v [Tkv, H, D] in bfloat16, float16 or float32, last dimension contiguous; q_offsets None: q [Lq, H, D] is
-    shared and o is [B, Lq, H, D]. `schedule` (kernels.schedule.Schedule, block_m of the configuration) sets which persistent
-    program works on which tile. max_kv_len <= 256 keeps keys on chip.
+    q [Tq, H, D], k, v [Tkv, H, D] in bfloat16, float16 or float32, last dimension contiguous; q_offsets None: q [Lq,
+    H, D] is shared and o is [B, Lq, H, D]. `schedule` (kernels.schedule.Schedule, block_m of the configuration) sets
+    which persistent program works on which tile. max_kv_len <= 256 keeps keys on chip.
     """
     return forward_with(
         Options(), q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale, max_q_len=max_q_len,

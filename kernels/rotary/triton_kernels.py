@@ -1,8 +1,8 @@
 """Row kernels that touch memory once: norm of a head's columns, then rotary, either one optional; forward and backward.
 
-A program takes ROWS rows of HEADS heads. A row is held as the two halves of its pairs (a, b), so both layouts of pairs share
-the arithmetic, which is float32. The tables are read once for all heads of a program. The norm's statistics are formed again
-in the backward pass from x, which it needs anyway: nothing is saved.
+A program takes ROWS rows of HEADS heads. A row is held as the two halves of its pairs (a, b), so both layouts of
+pairs share the arithmetic, which is float32. The tables are read once for all heads of a program. The norm's
+statistics are formed again in the backward pass from x, which it needs anyway: nothing is saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def store_halves(
 
 @triton.jit
 def standardise(a, b, eps, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
-    """Normalised halves and 1 / sigma per row. NORM: "rms" (x / sqrt(mean x^2 + eps)) or "layer" (mean removed first)."""
+    """Normalised halves and 1 / sigma per row. NORM: "rms" (x / sqrt(mean x^2 + eps)) or "layer" (mean removed
+    first)."""
     if NORM == "layer":
         mean = ((tl.sum(a, 1) + tl.sum(b, 1)) / HEAD_DIM)[:, None]
         a = a - mean

@@ -1,15 +1,17 @@
 """Time every tile configuration of the Triton GDPA, block attention, rotary and norm kernels on a few shapes.
 
-    python -m tests.gpu.sweep_triton [gdpa.fwd gdpa.fwd_resident gdpa.dq gdpa.dkdv gdpa.owner gdpa.order block rotary norm]
+    python -m tests.gpu.sweep_triton [gdpa.fwd gdpa.fwd_resident gdpa.dq gdpa.dkdv gdpa.owner gdpa.order block rotary
+    norm]
 
-Prints one line a configuration and shape: median milliseconds and TFLOP/s of useful pairs or TB/s moved. Meant for choosing
-defaults; recorded numbers come from gem.bench.
+Prints one line a configuration and shape: median milliseconds and TFLOP/s of useful pairs or TB/s moved. Meant for
+choosing defaults; recorded numbers come from gem.bench.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 import torch
 from triton.testing import do_bench
@@ -51,7 +53,7 @@ def _gdpa_inputs(name):
     q, do = (torch.randn(int(q_lengths.sum()), HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "qd")
     k, v = (torch.randn(int(kv_lengths.sum()), HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     flops = 4 * HEADS * HEAD_DIM * int((q_lengths * kv_lengths).sum())
-    hints = dict(max_q_len=int(q_lengths.max()), max_kv_len=int(kv_lengths.max()))
+    hints = {"max_q_len": int(q_lengths.max()), "max_kv_len": int(kv_lengths.max())}
     return (q, k, v, _offsets(q_lengths), _offsets(kv_lengths)), do, flops, hints
 
 
@@ -74,23 +76,22 @@ def gdpa(phase, shapes, activation="gelu_tanh"):
     for shape in shapes:
         arguments, do, flops, hints = _gdpa_inputs(shape)
         settings = dict(activation=activation, scale=1.0, **hints)
-        q, k, v, q_offsets, kv_offsets = arguments
         for config in triton_gdpa.candidates(phase, HEAD_DIM):
             label = f"gdpa {phase} {shape} {activation} {config}"
             if phase == "fwd":
                 options = Options(fwd=config, kv_resident=False)
-                _time(label, lambda o=options: triton_gdpa.forward_with(o, *arguments, **settings), flops, "TFLOP/s")
+                _time(label, partial(triton_gdpa.forward_with, options, *arguments, **settings), flops, "TFLOP/s")
             elif phase == "fwd_resident":
                 options = Options(resident=config, kv_resident=True)
-                _time(label, lambda o=options: triton_gdpa.forward_with(o, *arguments, **settings), flops, "TFLOP/s")
+                _time(label, partial(triton_gdpa.forward_with, options, *arguments, **settings), flops, "TFLOP/s")
             elif phase == "owner":
                 options = Options(owner=config, backward="owner")
-                run = lambda o=options: triton_gdpa.backward_with(o, do, *arguments, **settings)  # noqa: E731
+                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings)
                 _time(label, run, 2.5 * flops, "TFLOP/s")
             else:
                 options = Options(**{phase: config}, backward="split")
-                only = dict(only=phase)
-                run = lambda o=options: triton_gdpa.backward_with(o, do, *arguments, **settings, **only)  # noqa: E731
+                only = {"only": phase}
+                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings, **only)
                 done = 3 if phase == "dq" else 4
                 _time(label + f" ({done} GEMMs done)", run, done / 2 * flops, "TFLOP/s")
 
@@ -101,12 +102,12 @@ def order(shapes):
         arguments, do, flops, hints = _gdpa_inputs(shape)
         for schedule in triton_gdpa.ORDERS:
             options = Options(schedule=schedule, kv_resident=False)
-            run = lambda o=options: triton_gdpa.forward_with(o, *arguments, activation="gelu_tanh", scale=1.0, **hints)  # noqa: E731
+            run = partial(triton_gdpa.forward_with, options, *arguments, activation="gelu_tanh", scale=1.0, **hints)
             _time(f"gdpa order {schedule} {shape}", run, flops, "TFLOP/s")
         for activation in triton_gdpa.ACTIVATIONS:
-            run = lambda a=activation: triton_gdpa.forward(*arguments, activation=a, scale=1.0, **hints)  # noqa: E731
+            run = partial(triton_gdpa.forward, *arguments, activation=activation, scale=1.0, **hints)
             _time(f"gdpa fwd default {shape} {activation}", run, flops, "TFLOP/s")
-            run = lambda a=activation: triton_gdpa.backward(do, *arguments, activation=a, scale=1.0, **hints)  # noqa: E731
+            run = partial(triton_gdpa.backward, do, *arguments, activation=activation, scale=1.0, **hints)
             _time(f"gdpa bwd default {shape} {activation}", run, 2.5 * flops, "TFLOP/s")
 
 
@@ -121,12 +122,12 @@ def block():
     _time("copy", lambda: copy.copy_(q), 2 * size, "TB/s")
     for name, interleaved in (("plain", None), ("interleaved", True), ("half", False)):
         rotary = None if interleaved is None else Rotary(angles.cos(), angles.sin(), interleaved)
-        settings = dict(block_size=64, scale=HEAD_DIM**-0.5, rotary=rotary)
+        settings = {"block_size": 64, "scale": HEAD_DIM**-0.5, "rotary": rotary}
         for config in triton_block.candidates("fwd", HEAD_DIM, rotary is not None):
-            run = lambda c=config: triton_block.forward_with(c, q, k, v, offsets, **settings)  # noqa: E731
+            run = partial(triton_block.forward_with, config, q, k, v, offsets, **settings)
             _time(f"block fwd {name} {config}", run, 4 * size, "TB/s")
         for config in triton_block.candidates("bwd", HEAD_DIM, rotary is not None):
-            run = lambda c=config: triton_block.backward_with(c, do, q, k, v, offsets, **settings)  # noqa: E731
+            run = partial(triton_block.backward_with, config, do, q, k, v, offsets, **settings)
             _time(f"block bwd {name} {config}", run, 7 * size, "TB/s")
 
 
@@ -140,15 +141,15 @@ def rows(what):
     for config in triton_rotary.candidates():
         if what == "rotary":
             for interleaved in (True, False):
-                run = lambda c=config, i=interleaved: triton_rotary.rotate_with(c, x, cos, sin, interleaved=i, out=copy)  # noqa: E731
+                run = partial(triton_rotary.rotate_with, config, x, cos, sin, interleaved=interleaved, out=copy)
                 _time(f"rotary interleaved={interleaved} {config}", run, 2 * size + tables, "TB/s")
         else:
             for kind, turned in (("rms", False), ("layer", True)):
                 t = (cos, sin) if turned else (None, None)
                 moved = tables * turned
-                run = lambda c=config, k=kind, t=t: triton_norm.norm_forward(x, *t, kind=k, config=c)  # noqa: E731
+                run = partial(triton_norm.norm_forward, x, *t, kind=kind, config=config)
                 _time(f"norm fwd {kind} rotary={turned} {config}", run, (2 * size + moved), "TB/s")
-                run = lambda c=config, k=kind, t=t: triton_norm.norm_backward(dy, x, *t, kind=k, config=c)  # noqa: E731
+                run = partial(triton_norm.norm_backward, dy, x, *t, kind=kind, config=config)
                 _time(f"norm bwd {kind} rotary={turned} {config}", run, (3 * size + moved), "TB/s")
 
 

@@ -18,17 +18,17 @@ BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 DTYPES = pytest.mark.parametrize("dtype", [BF16, HALF, FULL], ids=["bf16", "fp16", "fp32"])
 OPTIONS = {
     "default": {},
-    "grid": dict(schedule="grid", kv_resident=False),
-    "zigzag": dict(schedule="zigzag", kv_resident=False),
-    "split": dict(backward="split"),
-    "owner": dict(backward="owner"),
+    "grid": {"schedule": "grid", "kv_resident": False},
+    "zigzag": {"schedule": "zigzag", "kv_resident": False},
+    "split": {"backward": "split"},
+    "owner": {"backward": "owner"},
 }
 SWITCHES = pytest.mark.parametrize("switch", OPTIONS)
 
 
 def roundings(dtype):
-    """Units in the last place beside eager's own error. The approximate tanh errs by 2^-11 relative to a weight, an ulp of
-    float16 and a quarter of one of bfloat16; float32 sums run in another order."""
+    """Units in the last place beside eager's own error. The approximate tanh errs by 2^-11 relative to a weight, an
+    ulp of float16 and a quarter of one of bfloat16; float32 sums run in another order."""
     return {BF16: 2.0, HALF: 6.0, FULL: 16.0}[dtype]
 
 
@@ -94,7 +94,7 @@ def test_host_schedules():
 def test_every_configuration_gives_the_same_forward_bits():
     inputs = make_inputs("gdpa", (300, 0, 70, 513), head_dim=128, dtype=BF16, device=DEVICE, spare_rows=2)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.q_offsets)
-    settings = dict(activation="gelu_tanh", scale=1.0)
+    settings = {"activation": "gelu_tanh", "scale": 1.0}
     expected = triton_gdpa.forward(*arguments, **settings)
     for config in triton_gdpa.candidates("fwd", 128):
         o = triton_gdpa.forward_with(Options(fwd=config), *arguments, **settings)
@@ -123,7 +123,7 @@ def test_rows_beyond_2_to_the_31_elements():
     offsets = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(DEVICE)
     x = torch.full((int(offsets[-1]), 64, 128), 0.01, dtype=BF16, device=DEVICE)
     x[-1] = 0.5
-    settings = dict(activation="relu", scale=1.0)
+    settings = {"activation": "relu", "scale": 1.0}
     o = triton_gdpa.forward(x, x, x, offsets, offsets, **settings)
     last = x[-1:]
     one = torch.tensor([0, 1], device=DEVICE)

@@ -21,7 +21,7 @@ LENGTHS = [(2, 0, 1), (0, 0), (), (1, 63, 64, 65), (70, 70), (3, 0, 130)]
 
 def settings_of(inputs, interleaved, block_size=64, on=("q", "k", "v")):
     rotary = None if interleaved is None else Rotary(inputs.cos, inputs.sin, interleaved, on)
-    return dict(block_size=block_size, scale=inputs.q.shape[-1] ** -0.5, rotary=rotary)
+    return {"block_size": block_size, "scale": inputs.q.shape[-1] ** -0.5, "rotary": rotary}
 
 
 def run(inputs, config=None, **settings):
@@ -124,7 +124,7 @@ def compiled(phase, config, interleaved, head_dim=128, block_size=64):
     offsets = torch.empty(9, dtype=torch.int64, device="meta")
     table = torch.empty(4096, head_dim // 2, device="meta")
     rotary = None if interleaved is None else Rotary(table, table, interleaved)
-    settings = dict(block_size=block_size, scale=0.1, rotary=rotary)
+    settings = {"block_size": block_size, "scale": 0.1, "rotary": rotary}
     with compiling() as found:
         if phase == "fwd":
             forward_with(config, rows, rows, rows, offsets, **settings)

@@ -19,11 +19,11 @@ from .triton_offline import compiling
 # Local memory a thread may use (bytes): the owner walk reads, adds and writes dq beside two register accumulators.
 MAX_LOCAL = {"fwd": 256, "fwd_resident": 256, "dq": 64, "dkdv": 832, "owner": 1152}
 SMALL = Config(16, 16, 4, 1, 2)
-SMALL_OPTIONS = dict(fwd=SMALL, resident=SMALL, dq=SMALL, dkdv=SMALL, owner=SMALL)
+SMALL_OPTIONS = {"fwd": SMALL, "resident": SMALL, "dq": SMALL, "dkdv": SMALL, "owner": SMALL}
 SWITCHES = {
-    "valid split": dict(schedule="valid", backward="split", kv_resident=False),
-    "grid owner": dict(schedule="grid", backward="owner", kv_resident=False),
-    "zigzag split": dict(schedule="zigzag", backward="split", kv_resident=False),
+    "valid split": {"schedule": "valid", "backward": "split", "kv_resident": False},
+    "grid owner": {"schedule": "grid", "backward": "owner", "kv_resident": False},
+    "zigzag split": {"schedule": "zigzag", "backward": "split", "kv_resident": False},
 }
 
 
@@ -31,11 +31,11 @@ def run(options, inputs, activation="gelu_tanh", scale=1.0, schedule=None, hints
     """(o, dq, dk, dv) of the kernels, uninitialised memory full of NaN."""
     kv_offsets = inputs.q_offsets if inputs.kv_offsets is None else inputs.kv_offsets
     arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, kv_offsets)
-    settings = dict(activation=activation, scale=scale, schedule=schedule)
+    settings = {"activation": activation, "scale": scale, "schedule": schedule}
     if hints:
         lengths = kv_offsets.diff().tolist()
         queries = [inputs.q.shape[0]] if inputs.q_offsets is None else inputs.q_offsets.diff().tolist()
-        settings |= dict(max_kv_len=max(lengths, default=0), max_q_len=max(queries, default=0))
+        settings |= {"max_kv_len": max(lengths, default=0), "max_q_len": max(queries, default=0)}
     with poisoned():
         return forward_with(options, *arguments, **settings), *backward_with(options, inputs.do, *arguments, **settings)
 
@@ -43,7 +43,7 @@ def run(options, inputs, activation="gelu_tanh", scale=1.0, schedule=None, hints
 def expect(actual, inputs, activation="gelu_tanh", scale=1.0, roundings=2.0):
     """Every result as close to float64 as same-dtype eager, up to rounding."""
     kv_offsets = inputs.q_offsets if inputs.kv_offsets is None else inputs.kv_offsets
-    settings = dict(activation=activation, scale=scale)
+    settings = {"activation": activation, "scale": scale}
 
     def of(module, dtype):
         q, k, v, do = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v, inputs.do))
@@ -93,7 +93,7 @@ def lying_hint(options, block, device="cpu", dtype=torch.float32):
     """More keys than the hint says: NaN rows for that sequence, never plausible ones; the others are right."""
     inputs = make_inputs("gdpa", (4, 5), (2, 3 * block), dtype=dtype, device=device)
     arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.kv_offsets)
-    settings = dict(activation="relu", scale=1.0)
+    settings = {"activation": "relu", "scale": 1.0}
     o = forward_with(options, *arguments, max_kv_len=block, **settings)
     assert o[4:].isnan().all() and torch.equal(o[:4], forward_with(options, *arguments, **settings)[:4])
 
@@ -240,7 +240,7 @@ def compiled(phase, config, head_dim=128, kv_len=256, activation="gelu_tanh", dt
         kv_resident=phase == "fwd_resident", backward="owner" if phase == "owner" else "split", fast_tanh=True,
         **{field: config},
     )  # fmt: skip
-    settings = dict(activation=activation, scale=1.0, max_kv_len=kv_len)
+    settings = {"activation": activation, "scale": 1.0, "max_kv_len": kv_len}
     with compiling() as found:
         if phase.startswith("fwd"):
             forward_with(options, rows, rows, rows, offsets, offsets, **settings)

@@ -38,7 +38,7 @@ def agree(kind, over, rotary, device="cpu", dtype=torch.float32, shapes=SHAPES):
         angles = (torch.rand(rows, head_dim // 2, generator=generator) * 6).to(device)
         tables = (angles.cos(), angles.sin()) if rotary else (None, None)
         for interleaved in (True, False) if rotary else (True,):
-            settings = dict(kind=kind, over=over, interleaved=interleaved)
+            settings = {"kind": kind, "over": over, "interleaved": interleaved}
             with poisoned():
                 y = triton_norm.norm_forward(x, *tables, eps=EPS, **settings)
                 dx = triton_norm.norm_backward(dy, x, *tables, eps=EPS, **settings)
@@ -61,8 +61,8 @@ CASES = [
     for over, rotary in (("head", False), ("head", True), ("token", False))
 ]
 CHECKS = {
-    **{f"{kind} over {over} rotary {rotary}": (lambda c=(kind, over, rotary): agree(*c)) for kind, over, rotary in CASES},
-    "half precision": lambda: agree("layer", "head", True, dtype=torch.float16),
+    **{f"{kind} over {over} rotary {rotary}": (lambda c=(kind, over, rotary): agree(*c)) for kind, over, rotary in
+    CASES}, "half precision": lambda: agree("layer", "head", True, dtype=torch.float16),
     "empty": empty,
 }  # fmt: skip
 

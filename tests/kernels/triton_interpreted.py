@@ -1,7 +1,8 @@
 """Run the Triton checks of a test module in one process of their own, under Triton's interpreter.
 
-The interpreter is chosen when a kernel is decorated, so it cannot be switched on in a process that has imported kernels.
-A module lists its checks in CHECKS (name -> function without arguments) and ends with `main(CHECKS)` under __main__.
+The interpreter is chosen when a kernel is decorated, so it cannot be switched on in a process that has imported
+kernels. A module lists its checks in CHECKS (name -> function without arguments) and ends with `main(CHECKS)` under
+__main__.
 """
 
 from __future__ import annotations
