@@ -21,13 +21,10 @@ from gem.bench import cases, peers
 from gem.bench.ceilings import measure_ceilings
 from gem.bench.timing import measure
 from gem.progress import Progress
-from kernels import schedule
 from kernels.testing import error_budget, relative_error, snr_db
 
-SHARED_SOURCES = ("kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py")
+SHARED_SOURCES = ("kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_backward.py")
 FOLDERS = cases.FOLDERS | dict.fromkeys(("layer_norm", "rms_norm", "norm_gdpa_norm"), "fused_norm")
-TILE = (128, 128)  # tile of the schedules whose skew is recorded
-SCHEDULE_PROGRAMS = 132  # one a multiprocessor of an H200: the skew is arithmetic and belongs to that chip
 
 
 class DeviceLostError(RuntimeError):
@@ -51,8 +48,6 @@ class Bench:
         phases = tuple(phase for phase in row["phases"].split(",") if phase in self.phases)
         case = cases.build(row, self.device)
         exact = cases.exact(case, phases)
-        if row["experiment"] == "schedule":
-            self.record_schedules(case)
         for name in todo:
             with self.open_run(row, name) as run:
                 self.run_impl(run, case, exact, name, phases)
@@ -162,30 +157,6 @@ class Bench:
                 run.add(**base, metric="snr_db", p50=worst_snr)
         run.add(**base, metric="correct", p50=0 if problem else 1, note=problem or "")
         return problem
-
-    def record_schedules(self, case: cases.Case) -> None:
-        """Skew of the work per program under each tile order: arithmetic on the lengths, no kernel runs."""
-        row = case.row
-        name = f"{row['experiment']}-{row['case']}-tile_schedule"
-        with record.Run(
-            self.run_name, row["experiment"], name=name, case_row=row, sources=("kernels/schedule.py",)
-        ) as run:
-            for order in schedule.ORDERS:
-
-                def build(order=order):
-                    return schedule.tile_schedule(case.q_lengths, case.kv_lengths, *TILE, SCHEDULE_PROGRAMS, order)
-
-                timing = measure(build, device="cpu", repeat_ms=50)
-                skew = schedule.skew(build().work)
-                base = {"case": row["case"], "subject": "tile_schedule", "impl": order, "phase": "fwd"}
-                note = f"tiles {TILE[0]}x{TILE[1]}, {SCHEDULE_PROGRAMS} programs"
-                run.add(**base, metric="skew", p50=skew.max_over_mean, scope="modelled", note=note)
-                if skew.max_over_min == float("inf"):
-                    reason = "a program has no work: the ratio is infinite"
-                    run.add(**base, metric="skew_max_min", status="failed", scope="modelled", note=reason)
-                else:
-                    run.add(**base, metric="skew_max_min", p50=skew.max_over_min, scope="modelled", note=note)
-                run.add(**base, metric="schedule_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
 
     def status_of(self, error: Exception) -> tuple[str, str]:
         """(status, reason) of a failure."""

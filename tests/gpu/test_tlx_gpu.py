@@ -55,7 +55,7 @@ def compare(op, q, k, v, qo, ko, impl, **kwargs):
         error = ((ours.double() - exact).norm() / size).item()
         budget = 2.0 * ((eager.double() - exact).norm() / size).item() + 2.0**-8
         if exact.abs().max() == 0:
-            assert ours.abs().max() == 0, name
+            assert ours.abs().max() <= 1e-4, name  # one key a query: dq and dk cancel to rounding
         else:
             assert error <= budget, f"{name}: {error:.2e} > {budget:.2e}"
     return results["ours"]
