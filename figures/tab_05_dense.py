@@ -30,7 +30,7 @@ DIMENSIONS = {
 def build(source):
     rows = need(select(source.frame("model"), metric="params"), "model (params)").drop_duplicates(["case", "subject"])
     sizes = rows.pivot_table(index="case", columns="subject", values="p50", sort=False)
-    lost = {"dense", "experts"} - set(sizes.columns)
+    lost = {"dense", "interaction"} - set(sizes.columns)
     if lost:
         raise ValueError(f"model records without subject {', '.join(sorted(lost))}")
     table = pd.DataFrame(
@@ -38,7 +38,7 @@ def build(source):
         columns=["dimension", "collectives", "tier of the network"],
     )
     for preset, row in sizes.iterrows():
-        rest = row.dense - row.experts * (1 - 1 / EXPERTS)
+        rest = row.dense - row.interaction * (1 - 1 / EXPERTS)
         gather = 3 * BYTES * (SHARD - 1) / SHARD / 2**20
         sent = [
             None,
