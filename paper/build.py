@@ -2,8 +2,8 @@
 
     python -m paper.build --tier smoke --output results/smoke/paper/report.pdf
 
-values.json is read beside the output (python -m paper.values writes it), figures from results/<tier>/figures. Everything is
-put side by side in a temporary folder, so that paths in the text do not depend on where results lie.
+values.json is read beside the output (python -m paper.values writes it), figures from results/<tier>/figures. All of it
+is put side by side in a temporary folder, so that paths in the text do not depend on where results lie.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAPER = Path(__file__).resolve().parent
 
 
 def build(values: Path, figures: Path, output: Path) -> int:
-    """Compile; returns the number of pages' bytes written. Typesetting faults are a ValueError of one line."""
+    """Compile; returns the size of the PDF in bytes. Typesetting faults are a ValueError of one line."""
     if not values.exists():
         raise ValueError(f"{values}: no such file; allowed: the output of python -m paper.values")
     wanted = [item["file"] for item in json.loads(values.read_text(encoding="utf-8"))["figures"].values()]

@@ -1,7 +1,7 @@
-"""Small tables of the report that are made from records here, not by figures/: data, quality, label law, balance, model.
+"""Small tables of the report that are made here from records: data, quality, speed, label law, balance, kernels.
 
-Each function returns tables as plain dictionaries: name, device (as a reader says it), header, rows of text. One table a
-device, because numbers of two devices never share a table. An experiment without records gives no table.
+Each function returns tables as plain dictionaries: name, device (as a reader says it), header, rows of text. One table
+a device, because numbers of two devices never share a table. An experiment without records gives no table.
 """
 
 from __future__ import annotations

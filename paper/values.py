@@ -3,9 +3,9 @@
     python -m paper.values --tier smoke --output results/smoke/paper/values.json
 
 The text under paper/sections holds no result. It asks for values by name, and a value that does not exist makes its
-sentence say so or leaves it out. Values come from results/<tier> (records, claims.csv, figures, tables, benchmark files of
-the jobs), from the frozen records, and from config/. For `frozen` only shipped files are read, so that the report has the
-same bytes everywhere.
+sentence say so or leaves it out. Values come from results/<tier> (records, claims.csv, figures, tables, benchmark
+files of the jobs), from the frozen records, and from config/. For `frozen` only shipped files are read, so that the
+report has the same bytes everywhere.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def read_claims(path: Path, source: Source) -> list[dict]:
         row["published_text"] = range_text(parts, rule.get("unit", ""))
         row["ours_text"] = with_unit(row["ours"], row["unit"])
         row["expected_text"] = with_unit(row["expected"], row["unit"])
+        # which columns found nothing is for who edits the rule, not for the reader
+        row["reason"] = re.sub(r" ?\(?no record of \w+ fits .*", "", row["limiter"]) or "no record of this experiment"
     return rows
 
 
@@ -138,19 +140,29 @@ def outputs(folder: Path, measured: Path, root: Path) -> tuple[dict, dict, list[
         name, is_figure = row["id"], row["id"].startswith("F")
         path = folder / ("figures" if is_figure else "tables") / f"{name}{'.pdf' if is_figure else '.csv'}"
         ready, reason = available(name, folder / "records", measured, root)
-        if name == "T01":  # typeset from claims.csv itself
+        if name in ("T01", "T09"):  # typeset from claims.csv and runs.json themselves
             continue
         if not path.exists():
-            why = reason if not ready else "not drawn in this build"
+            why = "not drawn in this build" if ready else "not built yet" if "does not exist" in reason else reason
             missing.append({"id": name, "title": row["title"], "reason": why})
             continue
         item = {"title": row["title"], "caption": caption(row["script"]), "claims": row["claims"], "file": path.name}
         if is_figure:
             figures[name] = item
         else:
-            header, rows = read_table(path)
-            tables[name] = item | {"header": header, "rows": rows}
+            header, rows, constant = without_constant(*read_table(path))
+            tables[name] = item | {"header": header, "rows": rows, "constant": constant}
     return figures, tables, missing
+
+
+def without_constant(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]], str]:
+    """Columns that say one thing in all of several rows, taken out; what they say, as text. Empty ones just go."""
+    same = {i for i in range(len(header)) if len(rows) > 1 and len({row[i] for row in rows}) == 1}
+    keep = [i for i in range(len(header)) if i not in same]
+    if len(keep) < 2:
+        return header, rows, ""
+    said = ", ".join(f"{header[i]} {rows[0][i]}" for i in sorted(same) if rows[0][i])
+    return [header[i] for i in keep], [[row[i] for i in keep] for row in rows], said
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -186,9 +198,7 @@ def environments(source: Source) -> list[dict]:
                 "name": device.get("name") or "",
                 "gpu": device["type"] == "cuda",
                 "driver": device.get("driver") or "",
-                "power": summaries.number(device["power_limit_w"]) + " W"
-                if _is_number(device, "power_limit_w")
-                else "",
+                "power": _watts(device),
                 "torch": software.get("torch") or "",
                 "triton": software.get("triton") or "",
                 "cuda": software.get("cuda") or "",
@@ -212,12 +222,11 @@ def environments(source: Source) -> list[dict]:
     return rows
 
 
-def _is_number(device: dict, key: str) -> bool:
+def _watts(device: dict) -> str:
     try:
-        float(device[key])
+        return f"{summaries.number(device['power_limit_w'])} W"
     except (KeyError, TypeError, ValueError):
-        return False
-    return True
+        return ""
 
 
 def chips() -> dict[str, dict]:

@@ -51,6 +51,7 @@ def results(root: Path, *, run: str = "smoke") -> Path:
                         }.items():
                             part.add(**common, phase="step", metric=metric, p50=value)
                         part.add(**common, phase="model", metric="flops_per_sample", p50=3.2e6)
+                        part.add(**common, phase="model", metric="train_flops", p50=2e10)
     with record.Run(run, "balance", results=folder, command="made up") as part:
         for ranks, skew in ((8, 1.05), (4096, 1.16)):
             for scheme, share in (("none", 0.0), ("local", 0.9), ("bbs_pool256", 0.8), ("global", 1.0)):
