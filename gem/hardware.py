@@ -15,15 +15,15 @@ from functools import lru_cache
 
 import torch
 
-# Substring of the device name -> precision -> dense FLOP/s.
-DENSE_PEAKS: dict[str, dict[str, float]] = {
-    "H200": {"bfloat16": 989e12, "float16": 989e12, "fp8": 1979e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "fp8": 1513e12},
-    "H100 NVL": {"bfloat16": 835e12, "float16": 835e12, "fp8": 1671e12},
-    "H100": {"bfloat16": 989e12, "float16": 989e12, "fp8": 1979e12},
-    "A100": {"bfloat16": 312e12, "float16": 312e12},
-    "B200": {"bfloat16": 2250e12, "float16": 2250e12, "fp8": 4500e12},
+from kernels import bounds
+
+# Boards that kernels.bounds does not list, since their clocks differ: device name -> precision -> dense FLOP/s.
+OTHER_BOARDS: dict[str, dict[str, float]] = {
+    "NVIDIA H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "fp8": 1513e12},
+    "NVIDIA H100 NVL": {"bfloat16": 835e12, "float16": 835e12, "fp8": 1671e12},
+    "NVIDIA A100 80GB PCIe": {"bfloat16": 312e12, "float16": 312e12},
 }
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,20 @@ class Peak:
 
 
 def dense_peak(device_name: str, precision: str) -> Peak:
-    """Dense data-sheet peak of a GPU. precision: "bfloat16", "float16" or "fp8". ValueError names the known chips."""
-    for chip, peaks in DENSE_PEAKS.items():
-        if chip.lower() in device_name.lower():
-            if precision not in peaks:
-                raise ValueError(f"peak: {chip} has no entry for {precision!r}; allowed: {', '.join(peaks)}")
-            return Peak(f"{chip} {precision} dense, data sheet", peaks[precision])
-    raise ValueError(f"peak: unknown device {device_name!r}; known: {', '.join(DENSE_PEAKS)}")
+    """Dense data-sheet peak of a GPU by the driver's name. precision: "bfloat16", "float16", "fp8". ValueError else."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"peak: unknown precision {precision!r}; allowed: {', '.join(PRECISIONS)}")
+    if device_name in OTHER_BOARDS:
+        board = OTHER_BOARDS[device_name]
+        if precision not in board:
+            raise ValueError(f"peak: {device_name} has no {precision}; allowed: {', '.join(board)}")
+        flops = board[precision]
+    elif device_name in bounds.DEVICE_NAMES:
+        flops = bounds.peak_flops(device_name, PRECISIONS[precision])
+    else:
+        known = ", ".join([*bounds.DEVICE_NAMES, *OTHER_BOARDS])
+        raise ValueError(f"peak: unknown device {device_name!r}; known: {known}")
+    return Peak(f"{device_name} {precision} dense, data sheet", flops)
 
 
 @lru_cache

@@ -94,7 +94,7 @@ def train_seed(
             f"dataset {data.train.directory}: too few rows: {data.train.num_rows} rows do not fill "
             f"one batch of {train.batch_size}"
         )
-    total_steps = steps if steps is not None else train.epochs * per_epoch
+    total_steps = steps or train.steps or train.epochs * per_epoch
     identity = {
         "variant": config.variant,
         "seed": seed,

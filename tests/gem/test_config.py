@@ -128,7 +128,8 @@ def test_model_sizes(change, words):
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 0}, {"dense_lr": -1.0}, {"seeds": ()}, {"seeds": (-1,)}, {"warmup_share": 2}]
+    "change",
+    [{"batch_size": 0}, {"dense_lr": -1.0}, {"seeds": ()}, {"seeds": (-1,)}, {"warmup_share": 2}, {"steps": 0}],
 )
 def test_train_constants(change):
     with pytest.raises(ValueError, match=next(iter(change))):

@@ -28,10 +28,14 @@ def test_mfu_uses_the_dense_bf16_peak():
 
 
 def test_unknown_devices_and_precisions():
-    with pytest.raises(ValueError, match="unknown device 'Abacus'; known: H200"):
+    with pytest.raises(ValueError, match="unknown device 'Abacus'; known: NVIDIA H200"):
         hardware.dense_peak("Abacus", "bfloat16")
-    with pytest.raises(ValueError, match="A100 has no entry for 'fp8'"):
-        hardware.dense_peak("NVIDIA A100", "fp8")
+    with pytest.raises(ValueError, match=r"a100 has no .*fp8|a100 has no .*float8"):
+        hardware.dense_peak("NVIDIA A100-SXM4-80GB", "fp8")
+    with pytest.raises(ValueError, match="A100 80GB PCIe has no fp8; allowed: bfloat16, float16"):
+        hardware.dense_peak("NVIDIA A100 80GB PCIe", "fp8")
+    with pytest.raises(ValueError, match="unknown precision 'int4'"):
+        hardware.dense_peak("NVIDIA H200", "int4")
 
 
 def test_cpu_peak_is_a_measured_rate_with_its_name():
