@@ -25,7 +25,7 @@ SHEETS = {  # sheet -> its id column
     "figures": "id",
     "claims": "id",
     "metrics": "metric",
-    "experiments": "experiment",
+    "experiments": "job",
 }
 # Modules of gem/ whose code cannot change what training computes.
 _NOT_TRAINING = "ablation claims digest expected job progress provenance record record_store workflow".split()
@@ -79,7 +79,7 @@ class Settings:
     def jobs(self, experiment: str) -> list[str]:
         """Receipts of the jobs that write records of `experiment`, in this tier."""
         folder = f"{self.results}/records/jobs"
-        jobs = [name for name, row in self.benches.items() if experiment in (name, *_split(row["also"]))]
+        jobs = [name for name, row in self.benches.items() if experiment in _split(row["records"])]
         receipts = [f"{folder}/{name}.json" for name in jobs]
         if experiment == "data":
             receipts += [f"{folder}/data.json"]
@@ -98,8 +98,8 @@ class Settings:
     @property
     def experiments(self) -> list[str]:
         """Experiments that have records in this tier, in a fixed order."""
-        names = {"data", "train", "quality", *self.benches}
-        names |= {name for row in self.benches.values() for name in _split(row["also"])}
+        names = {"data", "train", "quality"}
+        names |= {name for row in self.benches.values() for name in _split(row["records"])}
         return sorted(name for name in names if self.jobs(name))
 
     # What rules need. Functions of `wildcards` are input or params functions of the rules in workflow/rules.
@@ -182,11 +182,12 @@ class Settings:
     def outputs(self, run: str) -> dict[str, dict]:
         """Figures and tables whose data exist for `run` (this tier's name, or "frozen"): id -> row.
 
-        An id needs its script, and one of its experiments measured in this tier or shipped.
+        An id needs its script, and one of its experiments measured in this tier or shipped; the source's own numbers
+        are enough for those that show them.
         """
         have = shipped_experiments() | {"claims", "runs"} | (set() if run == "frozen" else set(self.experiments))
-        rows = self.drawable()
-        return {name: row for name, row in rows.items() if not _needs(row) or set(_needs(row)) & have}
+        rows = self.drawable().items()
+        return {name: row for name, row in rows if "published:" in row["records"] or set(_needs(row)) & have}
 
     def drawable(self) -> dict[str, dict]:
         """Rows of figures.tsv whose script exists."""
@@ -212,7 +213,8 @@ class Settings:
         return "Figure" if name.startswith("F") else "Table"
 
     def suffixes(self, name: str) -> tuple[str, ...]:
-        return (".pdf", ".svg", ".png") if name.startswith("F") else (".csv", ".md")
+        """What an output consists of; the first is what Snakemake's own report shows."""
+        return (".svg", ".pdf", ".png", ".csv") if name.startswith("F") else (".csv", ".md")
 
     def output_files(self, run, name: str | None = None) -> list[str]:
         """Files of one output or of all; `run` may be the wildcards of a rule."""
@@ -322,9 +324,12 @@ def read_sheet(name: str, root: Path = ROOT) -> dict[str, dict]:
 
 
 def sources(kind: str) -> str:
-    """Digest of the code that decides the result of a job: "training", "generator", or paths separated by blanks.
+    """Digest of the code that decides the result of a job.
 
-    Part of the rules' parameters, so that an edit of a module reruns what it decides and an edit of a comment does not.
+    "training", "generator", "figure:<script>", or paths separated by blanks.
+
+    Part of the rules' parameters, so that an edit of a module reruns what it decides and an edit of a comment does
+    not.
     """
     if kind == "training":
         modules = sorted(path.name for path in (ROOT / "gem").glob("*.py") if path.stem not in _NOT_TRAINING)
@@ -332,6 +337,11 @@ def sources(kind: str) -> str:
     if kind == "generator":
         others = ("import_log", "validate", "cli")
         return source_digest(*(f"data/{p.name}" for p in (ROOT / "data").glob("*.py") if p.stem not in others))
+    if kind.startswith("figure:"):
+        script = kind.removeprefix("figure:")
+        names = [path.name for path in (ROOT / "figures").glob("*.py")]
+        shared = [name for name in names if not re.match(r"(fig|tab)_\d", name)]
+        return source_digest(*(f"figures/{name}" for name in [*shared, f"{script}.py"]))
     present = [item for item in kind.split() if (ROOT / item).exists()]
     return source_digest(*present) if present else ""
 

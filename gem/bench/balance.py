@@ -58,7 +58,8 @@ def add_records(run: record.Run, law: LengthLaw, cost: balance.Cost, ranks: int,
         subject = result.scheme if result.pool is None else f"{result.scheme}_pool{result.pool}"
         if subject == f"local_pool{max(section['pools'])}":
             subject = "local"  # what the scheme can do: its share of the optimum grows with the pool
-        row = {"case": f"ranks{ranks}", "subject": subject, "impl": "simulation", "phase": "model", "scope": "modelled"}
+        impl = "simulation" if result.pool is None else f"pool{result.pool}"
+        row = {"case": f"ranks{ranks}", "subject": subject, "impl": impl, "phase": "model", "scope": "modelled"}
         run.add(**row, metric="skew", p50=result.skew, seed=SEED)
         if result.scheme != "none":
             run.add(**row, metric="share_of_optimum", p50=result.share, seed=SEED)

@@ -33,10 +33,10 @@ import argparse
 from gem import record
 
 p = argparse.ArgumentParser()
-for name in ("tier", "experiment"):
+for name in ("tier", "experiment", "run"):
     p.add_argument(f"--{name}")
 a = p.parse_args()
-with record.Run(a.tier, a.experiment or "balance", sources=("gem/job.py",)) as run:
+with record.Run(a.run, a.experiment or NAME, sources=("gem/job.py",)) as run:
     run.add(case="c", subject="gdpa", impl="eager", phase="fwd", metric="time_ms", p50=1.0)
 """
 STUB_DATA = """
@@ -52,7 +52,10 @@ print("ok")
 STUBS = {
     "gem/train.py": STUB_TRAIN,
     "gem/bench/kernels.py": STUB_BENCH,
-    "gem/bench/balance.py": STUB_BENCH,
+    "gem/bench/balance.py": STUB_BENCH.replace("NAME", '"balance"'),
+    "gem/bench/activations.py": STUB_BENCH.replace("NAME", '"activations"'),
+    "gem/bench/mx_errors.py": STUB_BENCH.replace("NAME", '"mx"'),
+    "gem/bench/modelled.py": STUB_BENCH.replace("NAME", '"model"'),
     "data/synthesize.py": STUB_DATA,
     "data/validate.py": STUB_DATA,
 }

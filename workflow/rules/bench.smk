@@ -20,6 +20,7 @@ for name, row in RUN.benches.items():
             runtime=int(row["minutes"]),
         params:
             tier=RUN.tier,
+            run=RUN.name,
             row=row,
             cases=RUN.kernel_cases(name),
             config=RUN.sections(
@@ -29,5 +30,5 @@ for name, row in RUN.benches.items():
         message:
             f"Measuring {name}: {row['purpose']}"
         shell:
-            "python -m gem.job {output} -- python -m {params.row[module]} --tier {params.tier} {params.row[arguments]}"
+            "python -m gem.job {output} -- python -m {params.row[module]} --tier {params.tier} --run {params.run} {params.row[arguments]}"
             " 2>&1 | tee {log}"

@@ -9,11 +9,12 @@ for name, row in RUN.drawable().items():
             RUN.inputs_of(row),
         output:
             report(
-                multiext(RUN.prefix("{run}", name), *RUN.suffixes(name)),
+                RUN.output_files("{run}", name)[0],
                 caption="../report/output.rst",
                 category=RUN.category(name),
                 labels={"id": name, "title": row["title"]},
             ),
+            RUN.output_files("{run}", name)[1:],
         log:
             f"results/{{run}}/logs/figures/{name}.log",
         benchmark:
@@ -28,9 +29,7 @@ for name, row in RUN.drawable().items():
         params:
             row=row,
             prefix=RUN.prefix("{run}", name),
-            sources=plan.sources(
-                f"figures/{row['script']}.py figures/style.py figures/load.py"
-            ),
+            sources=plan.sources(f"figure:{row['script']}"),
             shipped=plan.shipped_digest(),
         message:
             f"Drawing {name}: {row['title']}"
