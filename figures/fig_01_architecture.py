@@ -75,7 +75,7 @@ def diagram(axis, preset: str, sizes: dict) -> None:
         axis.annotate("", (x1, y1), (x0, y0), arrowprops={"arrowstyle": "-|>", "color": style.INK, "linewidth": 0.9})
 
     box(0.1, 0.1, 4.6, 1.15, "sparse ids, dense features\nembedding bags, MLP", "#f2f2f2")
-    box(5.3, 0.1, 4.6, 1.15, "event histories (item, action, time)\nembeddings, time-aware rotary", "#f2f2f2")
+    box(5.3, 0.1, 4.6, 1.15, "event histories\nembeddings, time-aware rotary", "#f2f2f2")
     arrow(2.4, 1.3, 2.4, 2.2)
     arrow(7.6, 1.3, 7.6, 2.2)
     axis.text(2.55, 1.72, f"X: {size('num_tokens')} tokens of {size('width')}", va="center", fontsize=style.FONT)

@@ -16,7 +16,7 @@ CAPTION = (
     "80 % quantiles."
 )
 PHASES = {"fwd": "forward", "bwd": "backward"}
-LAWS = {"full": "all sequences full", "uniform": "uniform lengths, mean fill 0.5"}
+LAWS = {"full": "all sequences full", "uniform": "mean fill 0.5"}
 COLUMNS = [
     "panel",
     "device",
@@ -82,7 +82,7 @@ def draw(source):
             axis.remove()
         wasted(axes[-1, 0], lost)
     shown = [axis for row in axes[: len(rows)] for axis in row]
-    style.legend(figure, [*shown, axes[-1, 0]])
+    style.legend(figure, [*shown, axes[-1, 0]], columns=3)
     return figure, pd.concat([fast, lost], ignore_index=True)[COLUMNS]
 
 

@@ -32,6 +32,7 @@ def draw(source):
     grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
     axes[0, 0].set(ylabel="busiest / mean program", title="Skew: busiest over mean")
     axes[0, 1].set(ylabel="busiest / least busy program", yscale="log", title="Skew: busiest over least busy")
+    style.plain_log(axes[0, 1].yaxis)
     for axis in axes[0]:
         axis.axhline(1, color=style.INK, linewidth=0.8)
     for line, device in enumerate(devices, start=1):

@@ -76,15 +76,20 @@ def draw(source):
                 style.line(
                     axis, part[part["mode"] == mode], "length", "value", "attention", mode, low="low", high="high"
                 )
+            if part.empty:
+                style.blank(axis)
+                continue
             style.powers(axis, part.length)
             if part.length.nunique() > 5:
                 axis.tick_params(axis="x", rotation=45)
             axis.set(yscale="log", xlabel="sequence length, tokens", ylabel="time, ms")
+            style.plain_log(axis.yaxis)
             axis.set_title(f"{source.device_label(device)}, {PHASES[phase]}")
     shown = ["B200 (source)", *best_device_first(set(block.device) - {"B200 (source)"})][:2]
     for axis, device in zip(axes[-1], shown, strict=False):
         comparison(axis, block[block.device == device])
-        axis.set_title(device if device.startswith("B200") else source.device_label(device))
+        name = device if device.startswith("B200") else source.device_label(device)
+        axis.set_title(f"{name}: masked or separate | block or fused")
     if len(shown) < 2:
         axes[-1, 1].remove()
     style.legend(figure, [axis for line in axes[:-1] for axis in line])
@@ -101,9 +106,7 @@ def comparison(axis, part):
             other = part[(part["mode"] != mode) & (part.phase == row.phase)].value
             if mode == "block" and len(other):
                 axis.annotate(f"{other.iloc[0] / row.value:.2f}x", (at, row.value), ha="center", va="bottom")
-    axis.set_xticks(
-        range(3), ["forward:\nmask | block", "backward:\nmask | block", "rotary backward:\nseparate | fused"]
-    )
+    axis.set_xticks(range(3), ["forward", "backward", "rotary, backward"])
     axis.set(ylabel="time, ms")
 
 

@@ -15,8 +15,8 @@ CAPTION = (
 )
 PANELS = {
     ("memory_bytes", "resident"): ("table bytes held, GiB", 2**30),
-    ("comm_bytes", "network"): ("sent outside the host, MiB a step", 2**20),
-    ("comm_bytes", "nvlink"): ("sent inside the host, MiB a step", 2**20),
+    ("comm_bytes", "network"): ("network, MiB sent a step", 2**20),
+    ("comm_bytes", "nvlink"): ("NVLink, MiB sent a step", 2**20),
     ("skew", "model"): ("busiest / mean GPU", 1),
 }
 

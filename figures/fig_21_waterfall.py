@@ -3,6 +3,7 @@
 import sys
 
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from figures import cli, style, training
 from figures.load import NoDataError, best_device_first
@@ -41,6 +42,8 @@ def draw(source):
             axis.set_yticks(range(len(names)), names if metric == "qps" else [])
             axis.invert_yaxis()
             axis.grid(axis="y", visible=False)
+            axis.xaxis.set_major_locator(MaxNLocator(5))
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value / 1e3:g}k")
             axis.set_xlabel("samples a second" if metric == "qps" else "MFU, %")
         row[0].set_title(f"{source.device_label(device)}: throughput")
         row[1].set_title("MFU, useful FLOPs")

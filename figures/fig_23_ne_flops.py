@@ -3,6 +3,7 @@
 import sys
 
 import pandas as pd
+from matplotlib.ticker import NullFormatter
 
 from figures import cli, style, training
 from figures.load import NoDataError, select
@@ -36,6 +37,7 @@ def draw(source):
     if len(floor):
         left.axhline(floor.median(), color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
     left.set(xscale="log", xlabel="FLOPs of the training run", ylabel="NE (click), held out", title="NE against FLOPs")
+    left.xaxis.set_minor_formatter(NullFormatter())
     for mode in ("full", "window", "block"):
         part = right_rows[right_rows["group"] == mode]
         if len(part):

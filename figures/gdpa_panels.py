@@ -55,14 +55,14 @@ def draw(source: Source, phase: str):
             family = "published" if device.startswith("B200") else "impl"
             for impl in (name for name in style.FAMILIES[family] if name in set(part.impl)):
                 style.line(axis, part[part.impl == impl], "length", "plot", family, impl)
-            if len(part):
-                style.powers(axis, part.length)
-                axis.set_ylim(bottom=0)
+            if part.empty:
+                style.blank(axis)
+                continue
+            style.powers(axis, part.length)
+            axis.set_ylim(bottom=0)
             if panel == "cross" and part.kv_length.notna().any():
                 title = f"cross, K/V {int(part.kv_length.dropna().iloc[0])}"
             name = device if device.startswith("B200") else source.device_label(device)
-            axis.set_title(f"{name}: {title}")
-            axis.set_xlabel("longest query sequence, tokens")
-        row[0].set_ylabel(f"useful {unit}")
-    style.legend(figure, axes.flat)
+            axis.set(title=title, xlabel="longest query sequence, tokens", ylabel=f"{name}\nuseful {unit}")
+    style.legend(figure, axes.flat, columns=3)
     return figure, table

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 WIDTH = 6.6  # inches: the text width of the report, so that font sizes are those on paper
 FONT = 8.0  # points, the smallest size used anywhere
@@ -225,6 +226,19 @@ def powers(axis, values) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axis.minorticks_off()
+
+
+def plain_log(axis) -> None:
+    """Ticks 1, 2, 5 of every decade on a logarithmic axis (an axis.xaxis or axis.yaxis), written out."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else f"{value:.0e}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def blank(axis) -> None:
+    """An empty place where a device has no records of this panel."""
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, "no record", transform=axis.transAxes, ha="center", va="center", color=GREY)
 
 
 def legend(figure, axes, *, columns: int = 4) -> None:
