@@ -14,11 +14,11 @@ import argparse
 import csv
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 
 from figures.load import DEVICE_NAMES, ROOT, Source, available
+from gem.readme import range_text, reason, with_unit
 from paper import summaries
 
 VERDICTS = {  # verdict -> how a reader says it
@@ -37,7 +37,7 @@ def collect(run: str, results: Path, measured: Path, published: Path, root: Path
     folder = results / run
     source = Source(folder / "records", measured, published)
     claims = read_claims(folder / "claims" / "claims.csv", source)
-    if not source.runs:
+    if not source.runs and run != FROZEN:
         raise ValueError(f"{folder / 'records'}: no runs.json there and none under {measured}; nothing was measured")
     figures, tables, missing = outputs(folder, measured, root)
     built = [item for make in summaries.ALL for item in make(source)]
@@ -78,32 +78,8 @@ def read_claims(path: Path, source: Source) -> list[dict]:
         row["published_text"] = range_text(parts, rule.get("unit", ""))
         row["ours_text"] = with_unit(row["ours"], row["unit"])
         row["expected_text"] = with_unit(row["expected"], row["unit"])
-        # which columns found nothing is for who edits the rule, not for the reader
-        row["reason"] = re.sub(r" ?\(?no record of \w+ fits .*", "", row["limiter"]) or "no record of this experiment"
+        row["reason"] = reason(row["limiter"], judged=row["ours"] != "")
     return rows
-
-
-def with_unit(value: str, unit: str) -> str:
-    """ "28 %" for a fraction, "1.4x" for a factor, "830 TFLOP/s"; nothing for nothing."""
-    if not value:
-        return ""
-    number = float(value)
-    if unit == "fraction":
-        return f"{100 * number:.3g} %"
-    if unit == "share of bf16 peak":
-        return f"{100 * number:.3g} % of peak"
-    if unit == "x":
-        return f"{number:.3g}\u00d7"
-    return f"{summaries.number(number)} {unit}".strip()
-
-
-def range_text(parts: list[str], unit: str) -> str:
-    """One published number, or two as a range with the unit once: "1.21-1.4x"."""
-    texts = [with_unit(part, unit) for part in parts]
-    if len(texts) < 2:
-        return "".join(texts)
-    first = re.match(r"[0-9.,]+", texts[0])[0]
-    return f"{first}\u2013{texts[1]}"
 
 
 def device_of(row: dict, source: Source) -> str:
