@@ -71,10 +71,15 @@ def equal_states(one: Path, two: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "columns", [{}, {"balance": "bbs", "self_attention": "block", "pooling": "hsp", "compskip": "on"}]
+    "columns",
+    [
+        {},
+        {"balance": "bbs", "self_attention": "block", "pooling": "hsp", "compskip": "on"},
+        {"precision": "mx_mlp", "mx_recipe": "stochastic"},  # draws random numbers in every step
+    ],
 )
 def test_killed_and_resumed_equals_straight_bit_for_bit(data, tmp_path, monkeypatch, columns):
-    config = tiny.config(**columns)
+    config = tiny.config(model=dataclasses.replace(tiny.MODEL, width=32, expert_hidden=32), **columns)
     straight = run(data, tmp_path / "straight", config=config, keep_checkpoint=True)
     step = train.train_step
     monkeypatch.setattr(
