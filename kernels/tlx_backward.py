@@ -24,6 +24,7 @@ from triton.language.extra.tlx.warp_spec import get_bufidx_phase
 
 from .tlx_common import (
     add_ragged,
+    kept,
     load_ragged,
     my_tiles,
     num_sms,
@@ -341,7 +342,7 @@ def backward_with(
         torch.empty_like(v, memory_format=torch.contiguous_format),
     )
     if rows or k.shape[0]:
-        units = unit_table(q_offsets, kv_offsets, q.shape[0], k.shape[0])
+        units = kept(unit_table, q_offsets, kv_offsets, q.shape[0], k.shape[0])
         statistics = sums if lse is None else lse
         backward_kernel[(min(num_sms(q.device), units.shape[0] * heads),)](
             ragged_descriptor(q, QUERY_ROWS),

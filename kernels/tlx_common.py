@@ -165,31 +165,32 @@ def build_tile_table(
 _TABLES: dict[tuple, tuple] = {}
 
 
-def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`build_tile_table`, kept per pair of offsets tensors: the layers of a step share them, so only the first one
-    pays.
+def kept(build, q_offsets, kv_offsets, *sizes: int):
+    """build(q_offsets, kv_offsets, *sizes), kept for a pair of offsets tensors.
 
-    The key holds the tensors' identity and version; entries leave with their offsets tensor.
+    The layers of a step share their offsets, so only the first one pays. The key holds the tensors' identity and
+    version; entries leave with their offsets tensor.
     """
     key = (
-        id(q_offsets),
-        -1 if q_offsets is None else q_offsets._version,
-        id(kv_offsets),
-        kv_offsets._version,
-        q_rows,
-        block_rows,
-    )
+        build.__name__, id(q_offsets), -1 if q_offsets is None else q_offsets._version,
+        id(kv_offsets), kv_offsets._version, *sizes,
+    )  # fmt: skip
     found = _TABLES.get(key)
     if found is not None and found[0]() is kv_offsets and (q_offsets is None or found[1]() is q_offsets):
         return found[2]
-    built = build_tile_table(q_offsets, kv_offsets, q_rows, block_rows)
-    forget = lambda _: _TABLES.pop(key, None)  # noqa: E731
-    _TABLES[key] = (
-        weakref.ref(kv_offsets, forget),
-        None if q_offsets is None else weakref.ref(q_offsets, forget),
-        built,
-    )
+    built = build(q_offsets, kv_offsets, *sizes)
+
+    def forget(_):
+        _TABLES.pop(key, None)
+
+    queries = None if q_offsets is None else weakref.ref(q_offsets, forget)
+    _TABLES[key] = (weakref.ref(kv_offsets, forget), queries, built)
     return built
+
+
+def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`build_tile_table`, built once per pair of offsets tensors."""
+    return kept(build_tile_table, q_offsets, kv_offsets, q_rows, block_rows)
 
 
 @triton.jit

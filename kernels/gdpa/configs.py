@@ -28,18 +28,18 @@ class Config:
 # Defaults by padded head size (up to 64, 128, 256), 16-bit types. The outcome of every sweep is in TUNING.md.
 _DEFAULT = {
     ("fwd", 64): Config(128, 64, 4, 3),
-    ("fwd", 128): Config(128, 128, 8, 2),
+    ("fwd", 128): Config(128, 32, 4, 3),
     ("fwd", 256): Config(128, 64, 8, 2),
     ("fwd_resident", 64): Config(128, 128, 8, 2, 4),
-    ("fwd_resident", 128): Config(128, 128, 8, 2, 4),
+    ("fwd_resident", 128): Config(64, 128, 4, 2, 8),
     ("dq", 64): Config(128, 64, 8, 3),
-    ("dq", 128): Config(128, 64, 8, 2),
+    ("dq", 128): Config(128, 64, 8, 3),
     ("dq", 256): Config(64, 32, 4, 2),
     ("dkdv", 64): Config(64, 128, 8, 2),
-    ("dkdv", 128): Config(64, 128, 8, 2),
+    ("dkdv", 128): Config(64, 128, 8, 3),
     ("dkdv", 256): Config(32, 64, 8, 2),
     ("owner", 64): Config(64, 128, 8, 2),
-    ("owner", 128): Config(64, 128, 8, 2),
+    ("owner", 128): Config(32, 128, 8, 3),
     ("owner", 256): Config(32, 64, 8, 2),
 }
 
