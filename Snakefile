@@ -15,6 +15,7 @@ try:
 except ValueError as error:
     sys.exit(f"error: {error}")
 
+plan.use_this_python()
 R = RUN.results
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,6 +294,13 @@ def load(given: dict, root: Path = ROOT) -> Settings:
             )
         name = f"{tier}-{re.sub(r'[^a-z0-9]+', '-', dataset.resolve().name.lower()).strip('-')}"
     return Settings(tier, name, config, dataset, sheets)
+
+
+def use_this_python() -> None:
+    """Let jobs find the Python that runs Snakemake, also where its environment is not activated."""
+    folder = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != folder:
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def read_sheet(name: str, root: Path = ROOT) -> dict[str, dict]:

@@ -139,7 +139,7 @@ class Bench:
             if name not in exact.values or value is None:
                 continue
             right, own = exact.values[name]
-            rows = exact.pick(name, call.unpack(name, value))
+            rows = exact.pick(name, call.unpack(name, value.detach()))
             if rows.shape != right.shape:
                 return f"{name}: shape {tuple(rows.shape)}, expected {tuple(right.shape)}"
             if not bool(rows.isfinite().all()):
