@@ -77,3 +77,19 @@ def judge(folder: Path, measured: Path) -> None:
         f"{folder}/claims/claims.csv",
     ]
     assert claims.main(arguments) == 0
+
+
+def frozen_kernels(measured: Path) -> None:
+    """A folder of shipped records as a GPU host would leave it, measured/h200, with two generations of one kernel."""
+    staging = measured.parent / "staging"
+    with record.Run("gpu", "kernels", results=staging, command="made up", name="kernels-toy") as part:
+        part.info["device"] = {"type": "cuda", "name": "NVIDIA H200", "slug": "h200", "count": 1, "driver": "580.1"}
+        part.info["device"] |= {"power_limit_w": "700.00"}
+        for impl, milliseconds in (("v2", 3.0), ("v3", 2.5), ("v4", 1.5)):
+            common = {"case": "jfa_self_uniform_1024", "subject": "jagged_attention", "impl": impl, "phase": "fwd"}
+            part.add(**common, metric="time_ms", p50=milliseconds)
+            part.add(**common, metric="tflops", p50=600 / milliseconds)
+            part.add(**common, metric="share_of_bound", p50=0.75)
+            part.add(**common, metric="bound_ms", p50=0.75 * milliseconds, note="tensor")
+    record_store.merge(staging / "gpu" / "records")
+    record_store.freeze(staging / "gpu" / "records", measured, device="h200", experiments=())
