@@ -24,14 +24,17 @@ def draw(source):
     drawn = config.get("drawn") or rows.case.iloc[0]
     figure, axes = style.panels(1, 2, height=3.9, width_ratios=[1.75, 1])
     diagram(axes[0, 0], drawn, config.get("presets", {}).get(drawn, {}))
-    right, presets = axes[0, 1], list(dict.fromkeys(rows.case))
+    right = axes[0, 1]
     total = rows.groupby("case").p50.sum()
+    presets = list(total.sort_values().index)
     start = dict.fromkeys(presets, 0.0)
     for part in PARTS:
         for row in rows[rows.subject == part].itertuples():
             share = 100 * row.p50 / total[row.case]
             at = presets.index(row.case)
-            style.bar(right, at, share, "module", part, label=at == 0, start=start[row.case], width=0.7)
+            style.bar(
+                right, at, share, "module", part, label=row.case == rows.case.iloc[0], start=start[row.case], width=0.7
+            )
             start[row.case] += share
     labels = [f"{name}\n{engineering(total[name])}" for name in presets]
     right.set_xticks(range(len(presets)), labels)
@@ -84,8 +87,8 @@ def diagram(axis, preset: str, sizes: dict) -> None:
     axis.text(0.2, 7.75, f"layer, {size('num_layers')} times", fontsize=style.FONT, va="center")
     box(0.3, 2.5, 4.0, 1.0, f"summary X_sum: {size('num_summary')} tokens", "#dcedf8")
     box(5.2, 2.5, 4.5, 1.0, f"GDPA feed-forward, {size('num_kv')} K/V\nfrom X_sum", "#d4e4f1")
-    box(5.2, 4.1, 4.5, 1.2, f"self-attention, window {windows}\nwidth {widths}, heads {heads}", "#fbeacb")
-    box(5.2, 5.9, 4.5, 1.2, f"pooling to H: {size('num_seeds')} tokens a type\n(event layers {depth})", "#cfeae2")
+    box(5.2, 3.95, 4.5, 1.65, f"self-attention\nwidth {widths}\nwindow {windows}", "#fbeacb")
+    box(5.2, 6.0, 4.5, 1.2, f"pooling to H: {size('num_seeds')} tokens\nlayers {depth}, heads {heads}", "#cfeae2")
     box(
         0.3,
         5.0,
@@ -95,8 +98,8 @@ def diagram(axis, preset: str, sizes: dict) -> None:
         "#f7dfcf",
     )
     arrow(4.35, 3.0, 5.15, 3.0)
-    arrow(7.45, 3.55, 7.45, 4.05)
-    arrow(7.45, 5.35, 7.45, 5.85)
+    arrow(7.45, 3.55, 7.45, 3.9)
+    arrow(7.45, 5.65, 7.45, 5.95)
     arrow(5.15, 6.4, 4.35, 6.4)
     arrow(2.3, 3.55, 2.3, 4.95)
     arrow(2.3, 7.15, 2.3, 8.55)

@@ -78,11 +78,13 @@ def draw(source):
             what = LAWS[law] if law else "small cases"
             axis.set_title(f"{source.device_label(device)}, {PHASES[phase]}: {what}")
     if len(lost):
-        for axis in axes[-1, 1:]:
+        grid = axes[-1, 0].get_gridspec()
+        for axis in axes[-1]:
             axis.remove()
-        wasted(axes[-1, 0], lost)
+        bottom = figure.add_subplot(grid[-1, :])
+        wasted(bottom, lost)
     shown = [axis for row in axes[: len(rows)] for axis in row]
-    style.legend(figure, [*shown, axes[-1, 0]], columns=3)
+    style.legend(figure, [*shown, *([bottom] if len(lost) else [])], columns=3)
     return figure, pd.concat([fast, lost], ignore_index=True)[COLUMNS]
 
 
@@ -94,7 +96,7 @@ def lengths(axis, part):
 
 
 def cases(axis, part):
-    names = list(dict.fromkeys(part.case))
+    names = sorted(set(part.case), key=lambda name: ("self" not in name, name))
     impls = order(part)
     width = 0.8 / max(1, len(impls))
     for index, impl in enumerate(impls):
@@ -117,11 +119,11 @@ def order(part) -> list[str]:
 
 
 def wasted(axis, lost):
-    names = list(dict.fromkeys(lost.law))
+    names = sorted(set(lost.law), key=lambda name: (name.startswith("law_"), name))
     for index, target in enumerate(("tokens", "pairs")):
         for row in lost[lost.kind == target].drop_duplicates("law").itertuples():
             style.bar(axis, names.index(row.law) + (index - 0.5) * 0.38, row.value, "target", target, width=0.38)
-    axis.set_xticks(range(len(names)), [name.replace("law_", "").replace("_", "\n") for name in names])
+    axis.set_xticks(range(len(names)), [name.removeprefix("law_").replace("_", ", fill ") for name in names])
     axis.set(ylabel="share that is padding", ylim=(0, 1))
     axis.set_title("Waste of padding to the longest, from lengths")
 

@@ -23,7 +23,7 @@ def draw(source):
     rows = rows.drop_duplicates(["case", "impl", "metric"]).assign(panel=lambda f: f.metric, value=lambda f: f.p50)
     rows["device"] = "any"
     times = select(frame, subject="gdpa", phase="fwd", metric="time_ms")
-    times = times.assign(impl=times.impl.str.partition(":")[2])
+    times = times.assign(impl=[name.partition(":")[2] for name in times.impl])
     base = times[times.impl == "grid"][["device", "case", "p50"]].rename(columns={"p50": "grid"})
     times = times.merge(base, on=["device", "case"]).assign(panel="time", value=lambda f: f.p50 / f.grid)
     devices = best_device_first(times.device)
@@ -54,8 +54,8 @@ def grouped(axis, part):
         for row in part[part.impl == name].itertuples():
             at = cases.index(row.case) + (index - (len(orders) - 1) / 2) * width
             style.bar(axis, at, row.value, "order", name, width=width)
-    labels = [case.replace("gdpa_switch_", "").replace("_", "\n", 1).replace("_", " ") for case in cases]
-    axis.set_xticks(range(len(cases)), labels, rotation=45 if len(cases) > 5 else 0)
+    labels = [case.removeprefix("gdpa_switch_").removeprefix("tiles_").replace("_", "\n") for case in cases]
+    axis.set_xticks(range(len(cases)), labels)
 
 
 if __name__ == "__main__":

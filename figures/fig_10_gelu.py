@@ -11,8 +11,9 @@ ID = "F10"
 CAPTION = (
     "Left: largest error against the erf form of GELU in float64 over scores up to the value on the x axis, "
     "evaluated in float32; the shaded range is where normalised queries and keys keep the scores. Right: time of "
-    "one elementwise call over the time of the tanh form, forward and with its derivative, by device; the saving "
-    "inside a fused kernel is another number and stands in F07."
+    "one elementwise call over the time of the tanh form, forward and with its derivative, by device; on its own "
+    "the Taylor form is several passes over memory where the others are one, so this is no measure of the saving "
+    "inside a fused kernel, which stands in F07."
 )
 PHASES = {"fwd": "value", "bwd": "derivative"}
 

@@ -11,9 +11,9 @@ ID = "F11"
 CAPTION = (
     "Time of self-attention over sequence length at a fixed number of tokens in the batch: full attention, a "
     "sliding window whose off-window tiles are skipped, and aligned 64-token blocks; the fastest implementation "
-    "of each that was measured. Each device has its own axis. Last row: the source's B200 with block attention "
-    "against a kernel that masks blocks, and ours on the same shape where a GPU was measured. Whiskers: 20 and 80 "
-    "% quantiles."
+    "of each that was measured (in plain torch, on a CPU, a window skips nothing). Each device has its own axis. "
+    "Last row: the source's B200 with block attention against a kernel that masks blocks, and ours on the same "
+    "shape where a GPU was measured. Whiskers: 20 and 80 % quantiles."
 )
 PHASES = {"fwd": "forward", "bwd": "backward"}
 COLUMNS = ["panel", "device", "case", "mode", "impl", "phase", "length", "value", "low", "high", "unit"]

@@ -15,6 +15,7 @@ CAPTION = (
     "minus that of the same model in full precision with the same seed; point: median over seeds, whiskers: 20 "
     "and 80 % quantiles. Lower is better on the right, 0 is no regression."
 )
+ORDER = ("linear_y", "linear_dx", "linear_dw", "attention_o", "attention_dq", "attention_dk", "attention_dv")
 HIGH_DB = 60.0  # a product that a recipe leaves in full precision
 COLUMNS = ["panel", "case", "recipe", "value", "low", "high", "n"]
 
@@ -25,7 +26,8 @@ def draw(source):
         raise NoDataError("no records of mx, and none of train for the MX variants")
     figure, axes = style.panels(1, 2, height=3.0)
     left, right = axes[0]
-    cases = list(dict.fromkeys(errors.case))
+    cases = [name for name in ORDER if name in set(errors.case)]
+    cases += sorted(set(errors.case) - set(cases))
     recipes = [name for name in style.FAMILIES["recipe"] if name in set(errors.recipe)]
     for index, recipe in enumerate(recipes):
         look, part = style.look("recipe", recipe), errors[errors.recipe == recipe]

@@ -22,13 +22,13 @@ def draw(source):
     for scheme in (name for name in style.FAMILIES["balance"] if name in set(rows.scheme)):
         part = rows[rows.scheme == scheme]
         widest = part[part.pool.isna() | (part.pool == part.pool.max())]
-        style.line(left, widest, "ranks", "skew", "balance", scheme)
+        style.line(left, widest, "ranks", "skew", "balance", scheme, size=8 if scheme == "local" else 4)
         top = part[part.ranks == rows.ranks.max()]
         if scheme == "global" and len(top):
             look = style.look("balance", scheme)
             right.axhline(top.share.iloc[0], color=look.color, linestyle=look.line)
         elif top.pool.notna().any():
-            style.line(right, top, "pool", "share", "balance", scheme)
+            style.line(right, top, "pool", "share", "balance", scheme, size=8 if scheme == "local" else 4)
     left.axhline(PUBLISHED_SKEW, color=style.INK, linestyle=":", linewidth=0.8)
     left.annotate("source: 15 % above the mean", (rows.ranks.min(), PUBLISHED_SKEW), va="bottom")
     style.powers(left, rows.ranks)

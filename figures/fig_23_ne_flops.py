@@ -32,7 +32,9 @@ def draw(source):
         error = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
         left.errorbar(row.x, row.value, yerr=error, fmt=look.marker, color=look.color, elinewidth=0.8, label=look.label)
         if row.subject in NAMED:
-            left.annotate(row.subject, (row.x, row.value), xytext=(4, 3), textcoords="offset points")
+            below, right_half = row.subject == "baseline_varlen", row.x > left_rows.x.median()
+            offset, side = (-6 if right_half else 6, -11 if below else 6), "right" if right_half else "left"
+            left.annotate(row.subject, (row.x, row.value), xytext=offset, textcoords="offset points", ha=side)
     floor = select(source.frame("train"), metric="ne_bayes_ctr").p50
     if len(floor):
         left.axhline(floor.median(), color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
@@ -42,6 +44,8 @@ def draw(source):
         part = right_rows[right_rows["group"] == mode]
         if len(part):
             style.line(right, part, "x", "value", "attention", mode, low="low", high="high")
+    if right_rows.empty:
+        style.blank(right)
     right.set(
         xlabel="weight of interactions beyond 64 events", ylabel="NE above the floor", title="Length of attention"
     )

@@ -63,6 +63,8 @@ def draw(source: Source, phase: str):
             if panel == "cross" and part.kv_length.notna().any():
                 title = f"cross, K/V {int(part.kv_length.dropna().iloc[0])}"
             name = device if device.startswith("B200") else source.device_label(device)
-            axis.set(title=title, xlabel="longest query sequence, tokens", ylabel=f"{name}\nuseful {unit}")
+            axis.set(
+                title=title, xlabel="query length, tokens", ylabel=f"{name}\nuseful {unit}" if axis is row[0] else None
+            )
     style.legend(figure, axes.flat, columns=3)
     return figure, table

@@ -177,14 +177,26 @@ def panels(rows: int = 1, columns: int = 1, height: float = 2.3, **keywords):
 
 
 def line(
-    axis, frame, x: str, y: str, family: str, name: str, *, low: str | None = None, high: str | None = None
+    axis,
+    frame,
+    x: str,
+    y: str,
+    family: str,
+    name: str,
+    *,
+    low: str | None = None,
+    high: str | None = None,
+    size: float = 5,
 ) -> None:
-    """One subject over x, with whiskers from `low` to `high` where both are known."""
+    """One subject over x, with whiskers from `low` to `high` where both are known. size: of the markers; a larger one
+    stays visible under a line that runs over it.
+    """
     style, frame = look(family, name), frame.sort_values(x)
     axis.plot(
         frame[x], frame[y], color=style.color, marker=style.marker, linestyle=style.line, label=style.label,
-        markeredgecolor=style.color, markerfacecolor="white" if style.marker in "osD^v<" else style.color,
-    )  # fmt: skip
+        markersize=size, markeredgecolor=style.color, markerfacecolor="white" if style.marker in "osD^v<" else style.color,
+
+    size: of the markers; a larger one stays visible under a line that runs over it.
     if low and high:
         known = frame[frame[low].notna() & frame[high].notna()]
         errors = [(known[y] - known[low]).clip(lower=0), (known[high] - known[y]).clip(lower=0)]

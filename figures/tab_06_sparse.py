@@ -24,6 +24,7 @@ VALUES = {
     "tables held, GiB": ("memory_bytes", "resident", 2**30),
     "peak of tables, GiB": ("memory_bytes", "peak", 2**30),
     "sent outside the host, MiB a step": ("comm_bytes", "network", 2**20),
+    "of that, to other zones, MiB a step": ("comm_bytes", "across_zones", 2**20),
     "sent inside the host, MiB a step": ("comm_bytes", "nvlink", 2**20),
 }
 

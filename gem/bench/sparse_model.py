@@ -61,7 +61,7 @@ def placement_skew(loads: np.ndarray, pieces: int, ranks: int) -> float:
 
 def model(tables: Tables, gpus: int) -> dict[str, dict[tuple[str, str], float]]:
     """Generation -> (metric, impl) -> value a GPU: bytes held (resident, peak), bytes sent a step (network: outside the
-    host, nvlink: inside it), skew of the placement.
+    host; across_zones: of those, to other zones of GROUP GPUs; nvlink: inside the host), skew of the placement.
 
     gpus must be a multiple of GROUP, at most 8 of them: the replicas of a shard share a host.
     """
@@ -81,6 +81,7 @@ def model(tables: Tables, gpus: int) -> dict[str, dict[tuple[str, str], float]]:
             ("memory_bytes", "resident"): held,
             ("memory_bytes", "peak"): peak,
             ("comm_bytes", "network"): lookups * (ranks - 1) / ranks,
+            ("comm_bytes", "across_zones"): lookups * (ranks - GROUP) / ranks,
             ("comm_bytes", "nvlink"): moves,
             ("skew", "model"): placement_skew(tables.loads, tables.pieces, ranks),
         }

@@ -166,11 +166,14 @@ def cpu_records(book: Book) -> None:
         for index, recipe in enumerate(("naive", "rceil", "full")):
             book.add("mx", case, case.split("_")[0], recipe, "fwd", "snr_db", 25.0 + index)
     for ranks in (8, 4096):
-        rows = [("none", 1.15, None), ("local_pool8", 1.05, 0.67), ("local_pool256", 1.01, 0.93), ("global", 1.0, 1.0)]
+        rows = [("none", 1.15, None), ("local_pool8", 1.05, 0.67), ("local", 1.01, 0.93), ("global", 1.0, 1.0)]
         for subject, value, share in [*rows, ("bbs_pool8", 1.1, 0.33), ("bbs_pool256", 1.03, 0.8)]:
-            book.add("balance", f"ranks{ranks}", subject, "simulation", "model", "skew", value)
+            impl = {"none": "simulation", "global": "simulation", "local": "pool256"}.get(
+                subject, subject.partition("_")[2]
+            )
+            book.add("balance", f"ranks{ranks}", subject, impl, "model", "skew", value)
             if share is not None:
-                book.add("balance", f"ranks{ranks}", subject, "simulation", "model", "share_of_optimum", share)
+                book.add("balance", f"ranks{ranks}", subject, impl, "model", "share_of_optimum", share)
     for part, flops in (("tables", 0), ("embedding", 10), ("feed_forward", 30), ("self_attention", 20), ("pooling", 10),
                         ("summary", 5), ("interaction", 20), ("heads", 5), ("dense", 100), ("total", 100)):  # fmt: skip
         book.add("model", "smoke", part, "closed_form", "model", "flops_per_sample", flops * 1e6, run="model-x")
@@ -178,7 +181,7 @@ def cpu_records(book: Book) -> None:
     for gpus in (256, 1024):
         for index, name in enumerate(("v1", "v2", "v3"), start=1):
             for metric, impl in (("memory_bytes", "resident"), ("memory_bytes", "peak"), ("comm_bytes", "network"),
-                                 ("comm_bytes", "nvlink")):  # fmt: skip
+                                 ("comm_bytes", "across_zones"), ("comm_bytes", "nvlink")):  # fmt: skip
                 book.add("sparse", f"gpus{gpus}", name, impl, "model", metric, index * 2**30)
             book.add("sparse", f"gpus{gpus}", name, "model", "model", "skew", 1 + 0.1 * index)
     for weight in ("0", "1"):

@@ -340,3 +340,23 @@ def test_the_command_line_runs_as_a_module(folders, tmp_path):
     assert (tmp_path / "T07.md").read_text(encoding="utf-8").startswith("| ranks | scheme |")
     caption = subprocess.run([*command[:3], "--caption"], cwd=ROOT, capture_output=True, text=True)
     assert "rebalancing" in caption.stdout or "heaviest rank" in caption.stdout
+
+
+def test_a_cpu_alone_draws_what_it_measured_and_names_what_is_missing(folders, tmp_path, capsys):
+    records, _ = folders
+    codes = {}
+    for script in SCRIPTS:
+        name = module_of(script).ID
+        codes[name] = run(script, (records, tmp_path / "none"), tmp_path / name)
+    assert [name for name, code in codes.items() if code] == ["F05", "F06", "F09"]
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_modelled_schedules_need_no_gpu_times(tmp_path):
+    book = synthetic.Book({"type": "cpu", "name": "Test CPU", "slug": "cpu", "count": 1})
+    for order, value in (("grid", 6.0), ("valid", 2.0), ("zigzag", 1.0)):
+        book.add("schedule", "tiles_by_hand", "tile_schedule", order, "fwd", "skew_max_min", value)
+    book.write(tmp_path / "records")
+    assert run("fig_09_tile_schedule", (tmp_path / "records", tmp_path / "none"), tmp_path / "F09") == 0
+    rows = pd.read_csv(tmp_path / "F09.csv").set_index("impl").value
+    assert rows.to_dict() == {"grid": 6.0, "valid": 2.0, "zigzag": 1.0}
