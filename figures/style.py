@@ -192,11 +192,11 @@ def line(
     stays visible under a line that runs over it.
     """
     style, frame = look(family, name), frame.sort_values(x)
+    inside = "white" if style.marker in "osD^v<" else style.color
     axis.plot(
         frame[x], frame[y], color=style.color, marker=style.marker, linestyle=style.line, label=style.label,
-        markersize=size, markeredgecolor=style.color, markerfacecolor="white" if style.marker in "osD^v<" else style.color,
-
-    size: of the markers; a larger one stays visible under a line that runs over it.
+        markersize=size, markeredgecolor=style.color, markerfacecolor=inside,
+    )  # fmt: skip
     if low and high:
         known = frame[frame[low].notna() & frame[high].notna()]
         errors = [(known[y] - known[low]).clip(lower=0), (known[high] - known[y]).clip(lower=0)]
