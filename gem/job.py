@@ -28,13 +28,15 @@ def runs_of(parts: Path, job: str) -> dict[str, dict]:
     return {info["run_id"]: info for info in infos if info.get("job") == job}
 
 
-def write_receipt(receipt: Path, runs: dict[str, dict]) -> None:
-    """Write a receipt over the given runs, as a whole."""
+def write_receipt(receipt: Path, runs: dict[str, dict], thawed_from: str | None = None) -> None:
+    """Write a receipt over the given runs, as a whole. thawed_from: device whose frozen records stand for the job."""
     lines = {
         "job": receipt.stem,
         "runs": sorted(runs),
         "digests": sorted({str(run["digest"]) for run in runs.values()}),
     }
+    if thawed_from:
+        lines["thawed_from"] = thawed_from
     receipt.parent.mkdir(parents=True, exist_ok=True)
     partial = receipt.with_name(f".{receipt.name}.partial")
     partial.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")

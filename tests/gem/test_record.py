@@ -203,6 +203,28 @@ def test_thaw_leaves_out_a_changed_row(tmp_path):
     assert thawed == ["kernels-same"] and left == ["kernels-edited: its row of kernels.tsv has changed"]
 
 
+def test_thawed_jobs_are_finished_when_complete_and_else_marked_as_started(tmp_path, monkeypatch):
+    (tmp_path / "op.py").write_text("x = 1\n")
+    monkeypatch.setenv("GEM_JOB", "train-full")
+    row = next(r for r in record_store._sheet(record_store.ROOT / "config/variants.tsv") if r["variant"] == "full")
+    with record.Run("gpu", "train", case_row=row, sources=("gem/digest.py",)) as run:
+        add_time(run)
+    monkeypatch.setenv("GEM_JOB", "masking")
+    for name, sources in (("masking-a", ("gem/digest.py",)), ("masking-b", (str(tmp_path / "op.py"),))):
+        with record.Run("gpu", "masking", name=name, sources=sources) as run:
+            add_time(run)
+    record_store.merge(tmp_path / "results/gpu/records")
+    target = record_store.freeze(tmp_path / "results/gpu/records", tmp_path / "measured")
+    (tmp_path / "op.py").write_text("x = 2\n")
+    folder = tmp_path / "results/new/records"
+    for _ in range(2):  # a second thaw takes back what the first one left
+        thawed, _ = record_store.thaw(target, folder)
+        assert thawed == ["masking-a", "train-full"]
+        assert {path.name for path in (folder / "jobs").iterdir()} == {"train-full.json", "masking.started"}
+    receipt = json.loads((folder / "jobs/train-full.json").read_text())
+    assert receipt["runs"] == ["train-full"] and receipt["thawed_from"] == "cpu"
+
+
 def test_commit_comes_from_the_environment_where_there_is_no_checkout(tmp_path, monkeypatch):
     provenance.commit.cache_clear()
     monkeypatch.setenv("GEM_COMMIT", "abc123")
