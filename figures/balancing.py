@@ -20,5 +20,6 @@ def rows_of(source: Source) -> pd.DataFrame:
     wide = wide.reset_index().rename(columns={"share_of_optimum": "share"})
     if "share" not in wide:
         wide["share"] = float("nan")
+    wide["share"] = wide.share.round(9) + 0.0  # a rounding error of an equal skew is no share
     wide = wide[wide["skew"].notna()].sort_values(["ranks", "scheme", "pool"])
     return wide[["ranks", "scheme", "pool", "skew", "share"]].reset_index(drop=True)

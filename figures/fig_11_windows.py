@@ -12,8 +12,9 @@ CAPTION = (
     "Time of self-attention over sequence length at a fixed number of tokens in the batch: full attention, a "
     "sliding window whose off-window tiles are skipped, and aligned 64-token blocks; the fastest implementation "
     "of each that was measured (in plain torch, on a CPU, a window skips nothing). Each device has its own axis. "
-    "Last row: the source's B200 with block attention against a kernel that masks blocks, and ours on the same "
-    "shape where a GPU was measured. Whiskers: 20 and 80 % quantiles."
+    "Last row: the source's B200 with block attention (right bars) against a kernel that masks blocks, and with "
+    "the rotary's backward fused against separate (left bars), and ours on the same shape where a GPU was "
+    "measured. Whiskers: 20 and 80 % quantiles."
 )
 PHASES = {"fwd": "forward", "bwd": "backward"}
 COLUMNS = ["panel", "device", "case", "mode", "impl", "phase", "length", "value", "low", "high", "unit"]
@@ -77,7 +78,7 @@ def draw(source):
                     axis, part[part["mode"] == mode], "length", "value", "attention", mode, low="low", high="high"
                 )
             if part.empty:
-                style.blank(axis)
+                style.blank(axis, source.device_label(device))
                 continue
             style.powers(axis, part.length)
             if part.length.nunique() > 5:
@@ -89,7 +90,7 @@ def draw(source):
     for axis, device in zip(axes[-1], shown, strict=False):
         comparison(axis, block[block.device == device])
         name = device if device.startswith("B200") else source.device_label(device)
-        axis.set_title(f"{name}: masked or separate | block or fused")
+        axis.set_title(f"{name}: mask | block")
     if len(shown) < 2:
         axes[-1, 1].remove()
     style.legend(figure, [axis for line in axes[:-1] for axis in line])

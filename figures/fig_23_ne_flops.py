@@ -32,7 +32,7 @@ def draw(source):
         error = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
         left.errorbar(row.x, row.value, yerr=error, fmt=look.marker, color=look.color, elinewidth=0.8, label=look.label)
         if row.subject in NAMED:
-            below, right_half = row.subject == "baseline_varlen", row.x > left_rows.x.median()
+            below, right_half = row.subject in ("baseline_varlen", "full"), row.subject.startswith("baseline")
             offset, side = (-6 if right_half else 6, -11 if below else 6), "right" if right_half else "left"
             left.annotate(row.subject, (row.x, row.value), xytext=offset, textcoords="offset points", ha=side)
     floor = select(source.frame("train"), metric="ne_bayes_ctr").p50

@@ -52,17 +52,17 @@ def draw(source: Source, phase: str):
         for axis, (panel, title) in zip(row, PANELS.items(), strict=True):
             part = table[(table.device == device) & (table.panel == panel)]
             part = part.assign(plot=part.value * factor)
+            name = device if device.startswith("B200") else source.device_label(device)
             family = "published" if device.startswith("B200") else "impl"
             for impl in (name for name in style.FAMILIES[family] if name in set(part.impl)):
                 style.line(axis, part[part.impl == impl], "length", "plot", family, impl)
             if part.empty:
-                style.blank(axis)
+                style.blank(axis, name)
                 continue
             style.powers(axis, part.length)
             axis.set_ylim(bottom=0)
             if panel == "cross" and part.kv_length.notna().any():
                 title = f"cross, K/V {int(part.kv_length.dropna().iloc[0])}"
-            name = device if device.startswith("B200") else source.device_label(device)
             axis.set(
                 title=title, xlabel="query length, tokens", ylabel=f"{name}\nuseful {unit}" if axis is row[0] else None
             )

@@ -247,10 +247,18 @@ def plain_log(axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def blank(axis) -> None:
+def blank(axis, name: str = "") -> None:
     """An empty place where a device has no records of this panel."""
     axis.set_axis_off()
-    axis.text(0.5, 0.5, "no record", transform=axis.transAxes, ha="center", va="center", color=GREY)
+    axis.text(
+        0.5,
+        0.5,
+        f"{name}: no record" if name else "no record",
+        transform=axis.transAxes,
+        ha="center",
+        va="center",
+        color=GREY,
+    )
 
 
 def legend(figure, axes, *, columns: int = 4) -> None:

@@ -12,10 +12,10 @@ CAPTION = (
     "Dense dimensions of parallelism in the source: collectives, what they carry, the tier of the network that "
     "they use; beside them the bytes that a step of each of our presets would send on each rank at bf16, computed "
     "from module sizes: FSDP gathers parameters twice and scatters gradients once over a shard group of 128, DDP "
-    "reduces a shard over 8 groups, 2-way expert parallelism leaves half of the experts' parameters to gather. "
-    "Modelled."
+    "reduces a shard over 8 groups, 2-way expert parallelism sends activations of a local batch of 1,024 to its "
+    "peer and leaves half of the experts' parameters to gather. Modelled."
 )
-SHARD, REPLICAS, EXPERTS, BYTES = 128, 8, 2, 2
+SHARD, REPLICAS, EXPERTS, BYTES, LOCAL_BATCH = 128, 8, 2, 2, 1024
 DIMENSIONS = {
     "expert parallelism": ("all-gather, reduce-scatter of activations", "inside a host, NVLink"),
     "FSDP, all parameters": ("all-gather, reduce-scatter of parameters and gradients", "between hosts, in a zone"),
@@ -37,17 +37,30 @@ def build(source):
         [(name, *text) for name, text in DIMENSIONS.items()],
         columns=["dimension", "collectives", "tier of the network"],
     )
-    for preset, row in sizes.iterrows():
+    config = next((source.runs[run].get("config", {}) for run in rows.run_id if run in source.runs), {})
+    presets = config.get("presets", {})
+    for preset, row in sizes.sort_values("dense").iterrows():
         rest = row.dense - row.interaction * (1 - 1 / EXPERTS)
         gather = 3 * BYTES * (SHARD - 1) / SHARD / 2**20
         sent = [
-            None,
+            activations(presets.get(preset)),
             gather * row.dense,
             gather * rest,
             2 * (REPLICAS - 1) / REPLICAS * BYTES * row.dense / SHARD / 2**20,
         ]
         table[f"{preset}: MiB a step and rank"] = sent
     return table
+
+
+def activations(sizes: dict | None) -> float | None:
+    """MiB that a rank sends a step in 2-way expert parallelism: the experts' inputs to its peer and outputs back, and
+    the same again with gradients. None when the records do not hold the sizes of the preset.
+    """
+    if not sizes:
+        return None
+    inputs = sizes["num_tokens"] + sizes["num_summary"] + len(sizes["events"]) * sizes["num_seeds"]
+    outputs = sizes["num_tokens"] / EXPERTS
+    return 2 * sizes["num_layers"] * LOCAL_BATCH * (inputs + outputs) * sizes["width"] * BYTES / 2**20
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from figures.load import NoDataError
 ID = "T09"
 CAPTION = (
     "Machines and software behind the records: every distinct combination, with the number of runs and the "
-    "experiments that came from it. dirty: the working tree had changes that the commit does not name."
+    "experiments that came from it. commits: how many commits the runs name; dirty: runs whose working tree had "
+    "changes that the commit does not name. Every run's own commit and digest of sources stand in runs.json."
 )
 SOFTWARE = ("python", "torch", "cuda", "triton", "torchrec", "numpy")
 
@@ -24,13 +25,20 @@ def build(source):
         row = {"device": device.get("name", "unknown"), "count": device.get("count", 1)}
         row |= {"driver": device.get("driver") or "", "power limit, W": str(device.get("power_limit_w") or "")}
         row |= {name: str(software.get(name) or "") for name in SOFTWARE}
-        row |= {"commit": str(info.get("commit") or "")[:10], "dirty": "yes" if info.get("dirty") else "no"}
-        rows.append(row | {"experiment": info.get("experiment", "")})
+        code = {"commit": str(info.get("commit") or "")[:10], "dirty": bool(info.get("dirty"))}
+        rows.append(row | code | {"experiment": info.get("experiment", "")})
     frame = pd.DataFrame(rows)
-    key = [name for name in frame.columns if name != "experiment"]
-    grouped = frame.groupby(key, sort=True).experiment
-    table = grouped.agg(runs="size", experiments=lambda names: ", ".join(sorted(set(names)))).reset_index()
-    return table
+    key = [name for name in frame.columns if name not in ("experiment", "commit", "dirty")]
+    return (
+        frame.groupby(key, sort=True)
+        .agg(
+            runs=("experiment", "size"),
+            commits=("commit", "nunique"),
+            dirty=("dirty", "sum"),
+            experiments=("experiment", lambda names: ", ".join(sorted(set(names)))),
+        )
+        .reset_index()
+    )
 
 
 if __name__ == "__main__":

@@ -208,9 +208,12 @@ def test_other_tables(drawn):
     full = 3 * 2 * 127 / 128 * 100
     assert dense["FSDP, all parameters"] == pytest.approx(full)
     assert dense["FSDP with 2-way expert parallelism"] == pytest.approx(0.9 * full)
+    # 8 + 4 + 4 tokens in, 4 out, both ways, 2 layers, batch 1,024, width 32, bf16
+    assert dense["expert parallelism"] == pytest.approx(2 * 2 * 1024 * (16 + 4) * 32 * 2 / 2**20)
     machines = table(drawn, "T09").set_index("device")
     assert set(machines.index) == {"Test CPU", "NVIDIA H200"}
     assert "windows" in machines.loc["NVIDIA H200", "experiments"]
+    assert machines.commits.tolist() == [1, 1] and machines.dirty.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
