@@ -48,13 +48,13 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "flex": Look(PURPLE, "h", ":", "++", "FlexAttention"),
         "varlen_attn": Look("#8f4a73", "D", "-.", "oo", "torch varlen"),
         "fa4": Look(GREEN, "^", "-.", "OO", "FA4 (CuTe)"),
-        "v1": Look(YELLOW, "1", "-", "", "v1 masked"),
-        "v2": Look(ORANGE, "2", "-", "//", "v2 tuned"),
-        "v3": Look(SKY, "3", "-", "\\\\", "v3 subtraction"),
+        "v1": Look(YELLOW, ">", ":", "", "v1 masked"),
+        "v2": Look(ORANGE, "H", "--", "//", "v2 tuned"),
+        "v3": Look(SKY, "8", "-.", "\\\\", "v3 subtraction"),
         "v4": Look(BLUE, "*", "-", "", "v4 TLX"),
         "triton": Look("#a63603", "X", "-", "xx", "Triton"),
         "tlx": Look("#084594", "p", "-", "", "TLX"),
-        "triton_taylor6": Look("#fd8d3c", "4", "--", "", "Triton, Taylor 6"),
+        "triton_taylor6": Look("#fd8d3c", "1", "--", "", "Triton, Taylor 6"),
         "tlx_taylor6": Look("#4292c6", "d", "--", "", "TLX, Taylor 6"),
         "bound": Look(LIGHT_GREY, "_", "-", "", "bound of the chip"),
     },
@@ -195,7 +195,7 @@ def line(
     inside = "white" if style.marker in "osD^v<" else style.color
     axis.plot(
         frame[x], frame[y], color=style.color, marker=style.marker, linestyle=style.line, label=style.label,
-        markersize=size, markeredgecolor=style.color, markerfacecolor=inside,
+        markersize=size + 3 if style.marker == "*" else size, markeredgecolor=style.color, markerfacecolor=inside,
     )  # fmt: skip
     if low and high:
         known = frame[frame[low].notna() & frame[high].notna()]
