@@ -29,6 +29,16 @@ def fixed(value: float, decimals: int = 4) -> str:
     return "-" if value != value else f"{value:.{decimals}f}"
 
 
+def scaled(value: float | None) -> str:
+    """1,234,567 as "1.23 M"."""
+    if value is None:
+        return "-"
+    for factor, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {name}"
+    return f"{value:.3g}"
+
+
 def spread(row: pd.Series | None, decimals: int = 4) -> str:
     """Median with its 20 and 80 % quantiles, or a dash."""
     if row is None:
@@ -64,6 +74,25 @@ def data(source: Source) -> list[dict]:
                 header = ["split", "event type", "events", "mean length", "CV", "fill", "waste, tokens", "waste, pairs"]
                 found.append(table("data", source.device_label(device), header, rows, f"data set {name}"))
     return found
+
+
+def model(source: Source) -> list[dict]:
+    """Parameters and forward FLOPs of a sample by module, for every preset. Computed from the modules, not measured."""
+    frame = select(source.frame("model"))
+    frame = frame[frame.device == best_device_first(frame.device)[0]] if len(frame) else frame
+    values = {(row.case, row.subject, row.metric): row.p50 for row in frame.itertuples()}
+    presets = [name for name in ("smoke", "quality", "base", "large") if (name, "total", "params") in values]
+    if not presets:
+        return []
+    modules = [name for name in dict.fromkeys(frame.subject) if name not in ("total", "dense")] + ["total"]
+    rows = []
+    for module in modules:
+        row = [module]
+        for preset in presets:
+            row += [scaled(values.get((preset, module, metric))) for metric in ("params", "flops_per_sample")]
+        rows.append(row)
+    header = ["module", *(f"{preset}: {what}" for preset in presets for what in ("params", "FLOPs"))]
+    return [table("model", "computed", header, rows)]
 
 
 def quality(source: Source) -> list[dict]:
@@ -136,13 +165,11 @@ def label_law(source: Source) -> list[dict]:
         if not weights:
             continue
         rows = []
-        for weight in weights:
-            cell = {}
-            for variant in variants:
-                mine = here[(here.case == f"long_range_{weight}") & (here.subject == variant)]
-                cell[variant] = spread(_by_metric(mine).get("ne_ctr"))
-            rows.append([weight, *(cell[variant] for variant in variants)])
-        found.append(table("label_law", source.device_label(device), ["weight", *variants], rows))
+        for variant in variants:
+            cells = [here[(here.subject == variant) & (here.case == f"long_range_{weight}")] for weight in weights]
+            rows.append([variant, *(spread(_by_metric(cell).get("ne_ctr")) for cell in cells)])
+        header = ["variant", *(f"weight {weight}" for weight in weights)]
+        found.append(table("label_law", source.device_label(device), header, rows))
     return found
 
 
@@ -210,7 +237,7 @@ def facts(source: Source) -> dict[str, dict]:
     return found
 
 
-ALL = (data, quality, speed, label_law, balance, kernels)
+ALL = (data, model, quality, speed, label_law, balance, kernels)
 
 
 def _by_metric(frame: pd.DataFrame) -> dict[str, pd.Series]:

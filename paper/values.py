@@ -17,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from figures.load import DEVICE_NAMES, ROOT, Source, available
+from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first
 from gem.readme import range_text, reason, with_unit
 from paper import summaries
 
@@ -89,17 +89,12 @@ def device_of(row: dict, source: Source) -> str:
         return ""
     if row["scope"] == "modelled":
         return "model"
-    folder, experiment = Path(record).parent.name, Path(record).stem
-    if folder in DEVICE_NAMES:
-        return DEVICE_NAMES[folder]
-    slugs = {info["device"]["slug"] for info in source.runs.values() if info["experiment"] == experiment}
-    gpus = sorted(slugs - {"cpu"})
-    return source.device_label(gpus[0]) if gpus and Path(record).parent.name != "records" else _local(slugs, source)
-
-
-def _local(slugs: set[str], source: Source) -> str:
-    best = sorted(slugs, key=lambda slug: (slug == "cpu", slug))
-    return source.device_label(best[0]) if best else ""
+    path = Path(record)
+    if path.parent.name in DEVICE_NAMES:
+        return DEVICE_NAMES[path.parent.name]
+    runs = json.loads((path.parent / "runs.json").read_text(encoding="utf-8"))
+    slugs = {info["device"]["slug"] for info in runs.values() if info["experiment"] == path.stem}
+    return source.device_label(best_device_first(slugs)[0]) if slugs else ""
 
 
 def count_verdicts(claims: list[dict]) -> dict[str, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from figures.load import Source
+from gem import record, record_store
 from gem.readme import range_text, reason, with_unit
 from paper import summaries, values
 from tests.paper import tiny
@@ -49,7 +50,8 @@ def test_quality_is_the_record_over_seeds(found):
 def test_data_and_label_law_and_balance(found):
     assert ["train", "impression", "235,008", "38.2", "0.91", "0.30", "0.70", "0.84"] in table(found, "data")["rows"]
     law = table(found, "label_law")
-    assert [row[0] for row in law["rows"]] == ["0", "1"]
+    assert law["header"] == ["variant", "weight 0", "weight 1"]
+    assert law["rows"][-1] == ["no_sequence", "0.9700 [0.9690, 0.9720]", "0.9700 [0.9690, 0.9720]"]
     balance = table(found, "balance")
     assert balance["device"] == "modelled"
     assert balance["rows"][-1] == ["4096", "1.160", "1.016", "1.000", "1.032"]
@@ -137,6 +139,18 @@ def test_ranges_and_reasons():
     )
     assert reason("", judged=True) == "" and reason("", judged=False)
     assert reason("hbm", judged=True) == "hbm"
+
+
+def test_sizes_of_presets_are_a_table(tmp_path):
+    with record.Run("smoke", "model", results=tmp_path, command="made up") as part:
+        for module, params, operations in (("pooling", 2500, 1.5e6), ("dense", 2500, 1.5e6), ("total", 4500, 1.5e6)):
+            common = {"case": "smoke", "subject": module, "impl": "closed_form", "phase": "model"}
+            part.add(**common, metric="params", p50=params)
+            part.add(**common, metric="flops_per_sample", p50=operations)
+    record_store.merge(tmp_path / "smoke" / "records")
+    (item,) = summaries.model(Source(tmp_path / "smoke" / "records", tmp_path / "none", PUBLISHED))
+    assert item["header"] == ["module", "smoke: params", "smoke: FLOPs"]
+    assert item["rows"] == [["pooling", "2.5 k", "1.5 M"], ["total", "4.5 k", "1.5 M"]]
 
 
 def test_numbers_for_readers():
