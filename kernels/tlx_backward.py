@@ -256,7 +256,7 @@ def backward_kernel(
                             else:
                                 add_ragged(desc_sums, sum_buffers[cid], out_first, q_size, i * QUERIES, column)
                         q_count += 1
-                    # The next key tile adds to the same rows of dQ: everything written so far must have landed, in order.
+                    # The next key tile adds to the same rows of dQ: what was written so far must have landed.
                     bulk_writes_done()
                     # Leave through the group's own V tile, which nobody else reads.
                     stage_tile = tlx.local_reshape(v_buffers[cid], [KEYS, HEAD_DIM])
@@ -341,7 +341,10 @@ def backward_with(
         torch.empty_like(k, memory_format=torch.contiguous_format),
         torch.empty_like(v, memory_format=torch.contiguous_format),
     )
-    if rows or k.shape[0]:
+    if not rows or not k.shape[0]:  # a tensor without rows has no address that a descriptor could hold
+        for gradient in (dq, sums, dk, dv):
+            gradient.zero_()
+    else:
         units = kept(unit_table, q_offsets, kv_offsets, q.shape[0], k.shape[0])
         statistics = sums if lse is None else lse
         backward_kernel[(min(num_sms(q.device), units.shape[0] * heads),)](

@@ -314,7 +314,9 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, activation: 
     dense = q_offsets is None
     rows = q.shape[0] * (kv_offsets.numel() - 1) if dense else q.shape[0]
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    if rows:
+    if not rows or not k.shape[0]:  # a tensor without rows has no address that a descriptor could hold
+        out.zero_()
+    else:
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
         gdpa_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
@@ -348,7 +350,7 @@ def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None
 
 
 def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None, max_kv_len=None, schedule=None):
-    """(dq, dk, dv); arguments as in `api.py`. The TLX backward is laid out for head_dim 128; 64 takes the Triton one."""
+    """(dq, dk, dv); arguments as in `api.py`. The TLX backward is laid out for head_dim 128; 64 takes Triton's."""
     if q.shape[-1] != 128:
         return triton_gdpa.backward(
             do,

@@ -326,7 +326,10 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float
     lse = torch.empty((heads, rows), dtype=torch.float32, device=q.device)
     if scale < 0:  # the running maximum of scaled scores is the scaled maximum only for a positive scale
         q, scale = -q, -scale
-    if rows:
+    if not rows or not k.shape[0]:  # a tensor without rows has no address that a descriptor could hold
+        out.zero_()
+        lse.fill_(float("inf"))
+    else:
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
         table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
         attention_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](

@@ -17,7 +17,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 ACTIVATIONS = ("gelu_tanh", "gelu_taylor6", "silu", "relu")
 SELF = [[65, 0, 1, 64, 300, 127], [1], [0, 0, 5], [1000, 5, 0, 700], [128, 128], [129, 63, 257]]
-CROSS = [([4, 1, 0, 65], [1, 6, 70, 256]), ([3, 200, 0, 129], [1, 0, 70, 300]), ([512], [64]), ([0, 7], [9, 0])]
+CROSS = [
+    ([5, 2], [0, 0]),
+    ([0, 0], [3, 70]),
+    ([4, 1, 0, 65], [1, 6, 70, 256]),
+    ([3, 200, 0, 129], [1, 0, 70, 300]),
+    ([512], [64]),
+    ([0, 7], [9, 0]),
+]
 
 
 def inputs(q_lengths, kv_lengths, heads, dim, dtype=torch.bfloat16, spare=0, seed=0):
