@@ -1,7 +1,8 @@
 """Which implementations an op has, and which of them a call gets.
 
-Every op (``jagged_attention``, ``gdpa``, ``block_attention``) keeps one `Registry`. An implementation is registered by name
-with the module that holds it, so that importing the package imports no kernel language: the module is loaded on first use.
+Every op (``jagged_attention``, ``gdpa``, ``block_attention``) keeps one `Registry`. An implementation is registered by
+name with the module that holds it, so that importing the package imports no kernel language: the module is loaded on
+first use.
 
 A named implementation runs or raises. ``impl="auto"`` takes the implementation of highest priority whose `unsupported`
 returns None, and never does so silently when asked: `Registry.explain` gives the reason for every candidate.
@@ -21,8 +22,8 @@ import torch
 class Case:
     """What an implementation may base its answer on: the call's static properties, no tensor values.
 
-    device_type is "cpu" or "cuda"; capability is (major, minor) of a CUDA device, (0, 0) elsewhere. `features` names what
-    the call asks for beyond the plain op: "window", "bias", "shared_q", "cross", "rotary", "schedule".
+    device_type is "cpu" or "cuda"; capability is (major, minor) of a CUDA device, (0, 0) elsewhere. `features` names
+    what the call asks for beyond the plain op: "window", "bias", "shared_q", "cross", "rotary", "schedule".
     """
 
     device_type: str

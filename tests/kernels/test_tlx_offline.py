@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="GEM_FBTRITON names no folder with fbtriton",
 )
 
-# Bytes of local memory a thread. The backward keeps two accumulators, two score tiles and a part of dQ: a few values spill.
+# Bytes of local memory a thread. The backward keeps two accumulators, two score tiles and a part of dQ: some spill.
 FORWARD_BYTES, BACKWARD_BYTES = 0, 192
 
 SCRIPT = """
