@@ -3,8 +3,8 @@
 A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice,
 `candidates` what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
 
-Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme, and atomic's kernel), fused (recompute), owner (owner and
-serial).
+Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme), atomic (its kernel is dkdv's with dQ by atomics, but it has
+other needs: a wider key tile sends fewer atomics), fused (recompute), owner (owner and serial).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 
 from ..registry import Case
 
-PHASES = ("fwd", "fwd_tma", "dq", "dkdv", "fused", "owner")
+PHASES = ("fwd", "fwd_tma", "dq", "dkdv", "atomic", "fused", "owner")
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,21 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (64, "fwd_tma"): Config(128, 64, 4, 3),
     (64, "dq"): Config(128, 64, 8, 2),
     (64, "dkdv"): Config(64, 128, 8, 2),
+    (64, "atomic"): Config(64, 128, 8, 2),
     (64, "fused"): Config(64, 64, 4, 2),
     (64, "owner"): Config(64, 128, 8, 2),
     (128, "fwd"): Config(128, 64, 4, 2),
     (128, "fwd_tma"): Config(64, 64, 4, 3),
     (128, "dq"): Config(64, 64, 4, 2),
     (128, "dkdv"): Config(64, 64, 4, 2),
+    (128, "atomic"): Config(64, 128, 8, 2),
     (128, "fused"): Config(64, 64, 8, 2),
     (128, "owner"): Config(32, 128, 8, 2),
     (256, "fwd"): Config(128, 64, 8, 2),
     (256, "fwd_tma"): Config(128, 64, 8, 2),
     (256, "dq"): Config(128, 32, 8, 2),
     (256, "dkdv"): Config(32, 64, 8, 2),
+    (256, "atomic"): Config(32, 64, 8, 2),
     (256, "fused"): Config(32, 64, 8, 2),
     (256, "owner"): Config(32, 64, 8, 2),
 }
@@ -104,7 +107,7 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
     elif phase == "dq":
         shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1),
                   (128, 32, 4, 2), (128, 64, 4, 2)]  # fmt: skip
-    elif phase == "dkdv":
+    elif phase in ("dkdv", "atomic"):
         shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2),
                   (128, 128, 8, 1), (128, 64, 8, 2), (32, 128, 4, 2)]  # fmt: skip
     elif phase == "owner":

@@ -106,7 +106,8 @@ class _Call:
         )  # fmt: skip
 
     def key_side(self, dq_mode: int, scratch: torch.Tensor) -> None:
-        flags = self.flags("dkdv", tail=False)
+        """dk, dv by key tile. dq_mode 0: dq is made elsewhere; 1: added to `scratch` by atomics."""
+        flags = self.flags("atomic" if dq_mode == 1 else "dkdv", tail=False)
         total = self.k.shape[0]
         tiles, count, bound = common.tile_list(self.kv_offsets, total, flags["BLOCK_N"])
         kernels.dkdv_kernel[(bound * self.heads,)](

@@ -37,7 +37,7 @@ SHAPES = {
     "pma32_1024": (1152, "uniform", 1024, 0.5, 32, None),
     "toy": (3, "uniform", 200, 0.5, None, None),
 }
-GEMMS = {"fwd": 2, "fwd_tma": 2, "dq": 3, "dkdv": 4, "fused": 7, "owner": 5}
+GEMMS = {"fwd": 2, "fwd_tma": 2, "dq": 3, "dkdv": 4, "atomic": 5, "fused": 7, "owner": 5}
 
 
 def make(shape: str, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[list, int]:
@@ -77,7 +77,7 @@ def runner(phase: str, arguments: list, scale: float):
         return lambda: (call.query_side(), call.dq)[1]
     if phase == "dkdv":
         return lambda: (call.key_side(0, call.dq), call.dk)[1]
-    scheme = {"fused": "recompute", "owner": "owner"}[phase]
+    scheme = {"atomic": "atomic", "fused": "recompute", "owner": "owner"}[phase]
     return lambda: triton_schemes.backward(*arguments, scale=scale, window=None, bias=None, scheme=scheme)[0]
 
 
