@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pandas as pd
 
 from figures.load import Source, best_device_first, over_seeds, select
@@ -234,6 +235,35 @@ def facts(source: Source) -> dict[str, dict]:
         key = f"ceiling.{row.metric}"
         if row.device != "cpu" and key not in found:
             found[key] = {"text": number(row.p50), "device": source.device_label(row.device)}
+    return found | gains(source)
+
+
+# op, implementation, what it is compared with: throughput ratios for prose, over the cases that both have
+GAINS = (
+    ("jagged_attention", "v2", ("varlen_attn",)),
+    ("jagged_attention", "v4", ("varlen_attn", "fa4", "sdpa_cudnn", "v2")),
+    ("gdpa", "tlx", ("triton",)),
+    ("block_attention", "triton", ("triton:eager_rotary", "triton:compiled_rotary")),
+)
+
+
+def gains(source: Source) -> dict[str, dict]:
+    """Geometric mean of throughput over another's, "gain.<op>.<phase>.<impl>.<other>" -> text, device, cases."""
+    found = {}
+    frame = select(source.frame("kernels"), metric="tflops")
+    for device in best_device_first(set(frame.device) - {"cpu"})[:1]:
+        here = frame[frame.device == device]
+        rates = here.groupby(["subject", "phase", "impl", "case"]).p50.median()
+        for op, impl, others in GAINS:
+            for phase in ("fwd", "bwd"):
+                for other in others:
+                    pair = [rates.get((op, phase, name), pd.Series(dtype=float)) for name in (impl, other)]
+                    ratio = (pair[0] / pair[1]).dropna()
+                    if len(ratio):
+                        text = f"{np.exp(np.log(ratio).mean()):.3g}\u00d7"
+                        key = f"gain.{op}.{phase}.{impl}.{other}"
+                        cases = f"{len(ratio)} case{'s' if len(ratio) > 1 else ''}"
+                        found[key] = {"text": text, "device": source.device_label(device), "cases": cases}
     return found
 
 

@@ -83,6 +83,13 @@ def test_environments_name_every_device(found):
     assert kernels["device"] == "H200" and kernels["rows"] == [["jfa_self_uniform_1024", "fwd", "200", "240", "400"]]
 
 
+def test_gains_are_geometric_means_over_common_cases(found, root):
+    """v4 over v2 at 400 and 200 TFLOP/s; nothing where the other side was not measured."""
+    fact = found["facts"]["gain.jagged_attention.fwd.v4.v2"]
+    assert fact == {"text": "2\u00d7", "device": "H200", "cases": "1 case"}
+    assert "gain.jagged_attention.fwd.v4.fa4" not in found["facts"]
+
+
 def test_absent_outputs_have_a_reason(found):
     missing = {row["id"]: row["reason"] for row in found["missing"]}
     assert not found["figures"] and "F05" in missing and "T01" not in missing
