@@ -71,7 +71,7 @@ def read_claims(path: Path, source: Source) -> list[dict]:
     for row in rows:
         rule = names.get(row["id"], {})
         row["device"] = device_of(row, source)
-        row["section"] = rule.get("section", "")
+        row["stale"] = row["source_record"].endswith("(older sources)")
         parts = [rule.get("published_low", ""), rule.get("published_high", "")]
         parts = list(dict.fromkeys(part for part in parts if part))
         row["published_parts"] = [with_unit(part, rule.get("unit", "")) for part in parts]

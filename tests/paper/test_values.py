@@ -64,8 +64,19 @@ def test_a_claim_carries_the_device_of_its_record(found):
     assert c08["expected_text"] == "2.67\u00d7", "3.0 / (1.5 * 0.75): the faster side at its bound"
     assert c08["published_text"] == "1.4\u20132.4\u00d7"
     assert claims["C04"]["device"] == "CPU"
+    assert not claims["C04"]["stale"]
     assert claims["C40"]["device"] == "model"
     assert claims["C01"]["device"] == "" and claims["C01"]["reason"] == "needs a GPU record of step"
+
+
+def test_a_record_of_older_sources_is_marked(root):
+    path = root / "results" / "smoke" / "claims" / "claims.csv"
+    text = path.read_text()
+    path.write_text(text.replace("h200/kernels.csv", "h200/kernels.csv (older sources)"))
+    rows = values.read_claims(path, Source(path.parents[1] / "records", root / "measured", PUBLISHED))
+    path.write_text(text)
+    marked = {row["id"]: (row["stale"], row["device"]) for row in rows}
+    assert marked["C08"] == (True, "H200") and marked["C04"] == (False, "CPU")
 
 
 def test_verdicts_add_up(found):
