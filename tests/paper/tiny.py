@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gem import claims, record, record_store
 
+SOURCES = ("gem/metrics.py",)  # any module: a record without sources counts as stale
 VARIANTS = {
     "baseline_padded": 0.91,
     "baseline_varlen": 0.90,
@@ -19,7 +20,7 @@ VARIANTS = {
 def results(root: Path, *, run: str = "smoke") -> Path:
     """results/<run> under root with merged records and claims.csv; the numbers are made up. Returns `root/results`."""
     folder = root / "results"
-    with record.Run(run, "data", results=folder, command="made up") as part:
+    with record.Run(run, "data", results=folder, command="made up", sources=SOURCES) as part:
         common = {"subject": "toy", "impl": "data", "phase": "model"}
         for event, mean in (("click", 9.5), ("impression", 38.25)):
             case = f"train_{event}"
@@ -30,7 +31,9 @@ def results(root: Path, *, run: str = "smoke") -> Path:
             part.add(case=f"{case}_pairs", metric="waste", p50=0.84, **common)
     for experiment, cases in (("train", ["train"]), ("quality", ["long_range_0", "long_range_1"])):
         for variant, ne in VARIANTS.items():
-            with record.Run(run, experiment, results=folder, command="made up", name=f"{experiment}-{variant}") as part:
+            with record.Run(
+                run, experiment, results=folder, command="made up", sources=SOURCES, name=f"{experiment}-{variant}"
+            ) as part:
                 for case in cases:
                     common = {"case": case, "subject": variant, "impl": "attention:eager gdpa:eager optimizer:foreach"}
                     for seed, shift in enumerate((-0.002, 0.0, 0.003)):
@@ -52,7 +55,7 @@ def results(root: Path, *, run: str = "smoke") -> Path:
                             part.add(**common, phase="step", metric=metric, p50=value)
                         part.add(**common, phase="model", metric="flops_per_sample", p50=3.2e6)
                         part.add(**common, phase="model", metric="train_flops", p50=2e10)
-    with record.Run(run, "balance", results=folder, command="made up") as part:
+    with record.Run(run, "balance", results=folder, command="made up", sources=SOURCES) as part:
         for ranks, skew in ((8, 1.05), (4096, 1.16)):
             for scheme, share in (("none", 0.0), ("local", 0.9), ("bbs_pool256", 0.8), ("global", 1.0)):
                 common = {"case": f"ranks{ranks}", "subject": scheme, "impl": "model", "phase": "model"}
@@ -82,7 +85,7 @@ def judge(folder: Path, measured: Path) -> None:
 def frozen_kernels(measured: Path) -> None:
     """A folder of shipped records as a GPU host would leave it, measured/h200, with two generations of one kernel."""
     staging = measured.parent / "staging"
-    with record.Run("gpu", "kernels", results=staging, command="made up", name="kernels-toy") as part:
+    with record.Run("gpu", "kernels", results=staging, command="made up", sources=SOURCES, name="kernels-toy") as part:
         part.info["device"] = {"type": "cuda", "name": "NVIDIA H200", "slug": "h200", "count": 1, "driver": "580.1"}
         part.info["device"] |= {"power_limit_w": "700.00"}
         for impl, milliseconds in (("v2", 3.0), ("v3", 2.5), ("v4", 1.5)):
