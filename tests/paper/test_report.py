@@ -174,3 +174,10 @@ def test_the_text_is_staged_from_a_copy(run, tmp_path, monkeypatch):
     build.build(here / "paper" / "values.json", here / "figures", tmp_path / "moved.pdf")
     build.build(run / "paper" / "values.json", run / "figures", tmp_path / "home.pdf")
     assert (tmp_path / "moved.pdf").read_bytes() == (tmp_path / "home.pdf").read_bytes()
+
+
+def test_no_semicolon_is_swallowed():
+    """In typst a semicolon right after an expression ends the code and is not printed."""
+    for path in SECTIONS:
+        found = re.search(r"#[\w-]+\([^()\n]*\)(\.[\w()]+)*;\s", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.name}: {found[0]!r}; write \\;"
