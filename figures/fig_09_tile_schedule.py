@@ -19,31 +19,32 @@ CAPTION = (
 def draw(source):
     frame = source.frame("schedule")
     rows = select(frame, subject="tile_schedule", metric=("skew", "skew_max_min"))
-    need(rows, "schedule (tile_schedule)")
     rows = rows.drop_duplicates(["case", "impl", "metric"]).assign(panel=lambda f: f.metric, value=lambda f: f.p50)
     rows["device"] = "any"
     times = select(frame, subject="gdpa", phase="fwd", metric="time_ms")
     times = times.assign(impl=[name.partition(":")[2] for name in times.impl])
     base = times[times.impl == "grid"][["device", "case", "p50"]].rename(columns={"p50": "grid"})
     times = times.merge(base, on=["device", "case"]).assign(panel="time", value=lambda f: f.p50 / f.grid)
+    columns = ["panel", "device", "case", "impl", "value"]
+    table = need(pd.concat([part[columns] for part in (rows, times) if len(part)] or [rows]), "schedule")
     devices = best_device_first(times.device)
-    figure, axes = style.panels(1 + len(devices), 2, height=2.6)
-    grouped(axes[0, 0], rows[rows.metric == "skew"])
-    grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
-    axes[0, 0].set(ylabel="busiest / mean program", title="Skew: busiest over mean")
-    axes[0, 1].set(ylabel="busiest / least busy program", yscale="log", title="Skew: busiest over least busy")
-    style.plain_log(axes[0, 1].yaxis)
-    for axis in axes[0]:
-        axis.axhline(1, color=style.INK, linewidth=0.8)
-    for line, device in enumerate(devices, start=1):
+    first = 1 if len(rows) else 0  # records shipped for a GPU alone may hold times only
+    figure, axes = style.panels(first + len(devices), 2, height=2.6)
+    if first:
+        grouped(axes[0, 0], rows[rows.metric == "skew"])
+        grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
+        axes[0, 0].set(ylabel="busiest / mean program", title="Skew: busiest over mean")
+        axes[0, 1].set(ylabel="busiest / least busy program", yscale="log", title="Skew: busiest over least busy")
+        style.plain_log(axes[0, 1].yaxis)
+        for axis in axes[0]:
+            axis.axhline(1, color=style.INK, linewidth=0.8)
+    for line, device in enumerate(devices, start=first):
         axes[line, 1].remove()
         grouped(axes[line, 0], times[times.device == device])
         axes[line, 0].set(ylabel="time / time of the grid")
         axes[line, 0].set_title(f"{source.device_label(device)}: GDPA forward")
-    style.legend(figure, [axes[0, 0], axes[0, 1], *axes[1:, 0]])
-    columns = ["panel", "device", "case", "impl", "value"]
-    table = [rows[columns]] + ([times[columns]] if len(times) else [])
-    return figure, pd.concat(table, ignore_index=True)
+    style.legend(figure, [*axes[0, : 1 + first], *axes[1:, 0]])
+    return figure, table.reset_index(drop=True)
 
 
 def grouped(axis, part):

@@ -30,7 +30,7 @@ SHEETS = {  # sheet -> its id column
     "experiments": "job",
 }
 # Modules of gem/ whose code cannot change what training computes.
-_NOT_TRAINING = "ablation claims digest expected job progress provenance record record_store workflow".split()
+_NOT_TRAINING = "ablation claims digest expected job progress provenance readme record record_store workflow".split()
 
 
 @dataclass(frozen=True)
