@@ -95,6 +95,7 @@ class Session:
         self.run_name, self.config, self.clock = run_name, config, clock
         self.deadline = clock() + limit_s
         self.benches: dict[str, kernels.Bench] = {}
+        self.done: set[tuple[str, str]] = set()
         self.broken: list[str] = []
 
     def run(self, steps: list[Step]) -> str | None:
@@ -109,6 +110,9 @@ class Session:
         return None
 
     def run_row(self, step: Step, row: dict, names: list[str]) -> None:
+        """Measure what no earlier step has measured of a row."""
+        names = [name for name in names if (row["case"], name) not in self.done]
+        self.done |= {(row["case"], name) for name in names}
         if step.experiment not in self.benches:
             self.benches[step.experiment] = kernels.Bench(step.experiment, self.run_name, self.config)
         try:

@@ -78,13 +78,15 @@ def test_a_session_measures_its_steps_and_goes_on_where_it_stopped(folder):
     assert set(first) == {f"kernels-{case}-eager" for case in CASES}
     parts = record_store.load_parts(folder)
     for rows, info in parts.values():
-        assert {row["status"] for row in rows} == {"ok"} and {row["impl"] for row in rows} == {"eager"}
+        times = [row["status"] for row in rows if row["metric"] == "time_ms"]
+        assert times == ["ok", "ok"] and {row["impl"] for row in rows} == {"eager"}
         assert info["config"]["bench"] == {"warmup_ms": 0.0, "repeat_ms": 1.0}
     assert run(f"kernels=eager,reference@{CASES[1]}", STEP) == 0
     second = stamps(folder)
     assert set(second) - set(first) == {f"kernels-{CASES[1]}-reference"}
     assert {name: second[name] for name in first} == first
-    assert run("--again", STEP) == 0
+    assert run("--again", STEP, f"kernels=eager@{CASES[1]}") == 0
+    assert set(stamps(folder)) == set(second), "what two steps name is measured once"
     assert all(stamps(folder)[name] > first[name] for name in first)
 
 
