@@ -201,6 +201,18 @@ def test_every_candidate_config_agrees(impl):
                     assert relative_error(value, wanted[name]) < 1e-2, f"{phase} {config}: {name}"
 
 
+def test_every_atomic_config_agrees():
+    arguments, settings = checks._scheme_arguments(
+        make_inputs(OP, (1, 200, 0, 129), head_dim=128, dtype=BF16, device=DEVICE)
+    )
+    wanted = v2_tuned.backward(*arguments, **settings, scheme="split")
+    for config in configs.candidates("atomic", 128):
+        with configs.forced(atomic=config):
+            found = v2_tuned.backward(*arguments, **settings, scheme="atomic")
+        for name, value, right in zip(("dq", "dk", "dv"), found, wanted, strict=False):
+            assert relative_error(value, right) < 1e-2, f"{config}: {name}"
+
+
 @pytest.mark.slow
 @EXACT
 def test_rows_past_two_to_the_31(impl):

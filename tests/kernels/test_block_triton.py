@@ -47,10 +47,10 @@ def expect(actual, inputs, roundings=8.0, min_snr=None, **settings):
             assert snr_db(x, r) > min_snr, (name, snr_db(x, r))
 
 
-def lengths(interleaved, device="cpu", dtype=torch.float32, head_dim=32, batches=LENGTHS, min_snr=None):
+def lengths(interleaved, device="cpu", dtype=torch.float32, head_dim=32, batches=LENGTHS, min_snr=None, block_size=64):
     for batch in batches:
         inputs = make_inputs("block_attention", batch, head_dim=head_dim, dtype=dtype, device=device, spare_rows=2)
-        settings = settings_of(inputs, interleaved)
+        settings = settings_of(inputs, interleaved, block_size)
         expect(run(inputs, **settings), inputs, min_snr=min_snr, **settings)
 
 
