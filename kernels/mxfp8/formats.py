@@ -126,6 +126,17 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.isinf(), infinite, x.clamp(-fmt.largest, fmt.largest)).to(dtype)
 
 
+def round_to_elements(x: Tensor, fmt: ElementFormat) -> Tensor:
+    """float32 x, |x| <= fmt.largest, rounded to the nearest element of `fmt`, ties to even, as float32.
+
+    Adding and subtracting 1.5 * 2^23 quanta makes the float32 adder round at the quantum of x's own exponent. The sums
+    are exact otherwise, so the result is that of the conversion; conversions to 8 bits are scalar code on a CPU.
+    """
+    exponent = (x.view(torch.int32) & 0x7F800000).clamp_(min=(fmt.min_exponent + 127) << 23)
+    magic = exponent.add_(((23 - fmt.mantissa) << 23) | 0x400000).view(torch.float32)
+    return (x + magic).sub_(magic)
+
+
 def stochastic_cast(x: Tensor, dtype: torch.dtype, uniform: Tensor) -> Tensor:
     """x (float32) rounded to one of its two neighbours in `dtype`, the upper one with probability equal to the
     distance from the lower: the mean over `uniform` (in [0, 1)) is x itself where |x| is in range. The source uses it

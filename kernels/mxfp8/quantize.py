@@ -235,8 +235,26 @@ def round_to_mx(
     uniform = None
     if stochastic:
         uniform = formats.counter_uniform(values.numel(), formats.draw_seed(None, x.device)).view(values.shape)
-    data, scale = _encode(values, dims, dtype, scale_mode, uniform)
-    values = _decode(data, scale, dims)
+    rounded = None if stochastic else _round_plainly(values, dims, dtype, scale_mode)
+    if rounded is None:
+        data, scale = _encode(values, dims, dtype, scale_mode, uniform)
+        rounded = _decode(data, scale, dims)
     for dim in dims:
-        values = values.narrow(dim, 0, shape[dim])
-    return values
+        rounded = rounded.narrow(dim, 0, shape[dim])
+    return rounded
+
+
+def _round_plainly(values: Tensor, dims, dtype, scale_mode) -> Tensor | None:
+    """What decoding the encoded values gives (a rounded zero loses its sign), without making bytes on the way.
+
+    None where a block holds Inf or NaN or needs an exponent at either end of the range: one factor cannot scale it.
+    """
+    blocks = _split(values, dims)
+    amax = blocks.abs().amax(_inner(dims), keepdim=True)
+    codes = formats.scale_codes(amax, dtype, scale_mode).to(torch.int32)
+    if not bool((((codes > 0) & (codes < formats.SCALE_NAN - 1)) | (amax == 0)).all()):
+        return None
+    fmt = formats.element_format(dtype)
+    down, up = ((bits << 23).view(torch.float32) for bits in (2 * formats.SCALE_BIAS - codes, codes))
+    scaled = (blocks * down).clamp_(-fmt.largest, fmt.largest)
+    return _join(formats.round_to_elements(scaled, fmt).mul_(up), dims)
