@@ -164,9 +164,10 @@ class Settings:
         return [self.data_ready(name) for name in ("base", *weights)] + self.jobs("data")
 
     def synthesize_arguments(self, wildcards) -> str:
-        """Command-line arguments of data.synthesize from the tier's section `data`."""
+        """Command-line arguments of data.synthesize: the tier's section `data`, for the sweep with quality.data."""
         values = dict(self.config["data"])
         if wildcards.dataset.startswith("weight_"):
+            values |= self.config["quality"].get("data", {})
             values["long_range_weight"] = float(wildcards.dataset.removeprefix("weight_"))
         return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())
 
