@@ -21,9 +21,9 @@ from .triton_offline import compiling
 # The interpreter checks run in one process, inside the first test that asks; a busy machine may need minutes.
 pytestmark = pytest.mark.timeout(1300)
 
-# Local memory a thread may use (bytes), spills and stack, up to head_dim 128. The fastest configurations of the sweep put
-# 128 rows (fwd) or two accumulators (dkdv, atomic) on four or eight warps and spill a little; the owner walk's read, add
-# and write of dQ needs more addresses than registers are left. Versions of Triton differ by up to a factor of two.
+# Local memory a thread may use (bytes), spills and stack, up to head_dim 128. The fastest configurations of the sweep
+# put 128 rows (fwd) or two accumulators (dkdv, atomic) on few warps and spill a little; the owner walk's read, add and
+# write of dQ needs more addresses than registers are left. Versions of Triton differ by up to a factor of two.
 MAX_LOCAL = {"fwd": 160, "fwd_tma": 0, "dq": 32, "dkdv": 192, "atomic": 256, "fused": 0, "owner": 640}
 MAX_LOCAL_256 = {"fwd": 32, "fwd_tma": 0, "dq": 384, "dkdv": 192, "atomic": 320, "fused": 768, "owner": 896}
 MAX_LOCAL_WINDOW = 320  # the bounds of a window take what registers are left
