@@ -57,7 +57,9 @@ def compare(op, q, k, v, qo, ko, impl, **kwargs):
         results[name] = [o.detach(), *torch.autograd.grad(o, a, grad.to(o.dtype))]
     names = ("o", "dq", "dk", "dv")
     for ours, eager, exact, name in zip(results["ours"], results["eager"], results["exact"], names, strict=True):
-        assert torch.isfinite(ours).all(), name
+        assert ours.shape == exact.shape and torch.isfinite(ours).all(), name
+        if not exact.numel():
+            continue
         size = exact.norm().clamp_min(1e-30)
         error = ((ours.double() - exact).norm() / size).item()
         budget = 2.0 * ((eager.double() - exact).norm() / size).item() + 2.0**-8
