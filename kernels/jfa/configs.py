@@ -129,7 +129,7 @@ def _shared_bytes(phase: str, c: Config, width: int) -> int:
     if phase == "dq":
         return 2 * width * 2 * (c.block_m + c.block_n * c.num_stages)
     extra = 2 * c.block_m * c.block_n
-    if phase == "atomic":  # a tile's dQ changes its layout in float32 on the way to the atomics, at least 64 rows' worth
+    if phase == "atomic":  # a tile's dQ changes its layout in float32 on the way to the atomics, 64 rows at least
         extra += 4 * width * max(c.block_m, 64)
     return 2 * width * 2 * (c.block_n + c.block_m * c.num_stages) + extra
 
