@@ -58,6 +58,7 @@ class PersonalisedFeedForward(nn.Module):
                     v.to(values.dtype),
                     events.offsets,
                     events.kv_offsets,
+                    gdpa_impl=self.impl,
                     impl=self.fused,
                     **arguments,
                 ).flatten(-2)

@@ -8,10 +8,11 @@ import math
 import torch
 
 from ..gdpa import activations
+from ..gdpa.api import _select as _select_gdpa
 from ..registry import Implementation, Registry
 from ..rotary.api import check_tables
 from ..selection import selector, static
-from ..validation import FLOAT_DTYPES, check_attention, check_scale, unit_last_stride
+from ..validation import FLOAT_DTYPES, accumulation_dtype, check_attention, check_scale, unit_last_stride
 from .function import norm_op, norm_rotary_op, pffn_op
 
 KINDS = ("layer", "rms")
@@ -105,6 +106,7 @@ def pffn(
     eps: float = 1e-5,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
+    gdpa_impl: str | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """The tail of the personalised feed-forward as one op: s' = rms(u) + s with u = gdpa(q, k, v) + q, q = layer(s).
@@ -114,8 +116,11 @@ def pffn(
     added.
 
     s: [T, H, D] sequence tokens, heads side by side; k, v: [Tkv, H, D]; same dtype, any strides. Both norms run over
-    H * D, without weights. q_offsets, kv_offsets, activation, scale, hints, impl: as in gdpa. A sequence without keys
-    gets rms(q) + s. Returns s' like s; rows past q_offsets[-1] are exact zeros, and so are their gradients.
+    H * D, without weights. q_offsets, kv_offsets, activation, scale, hints: as in gdpa. impl: who runs the norms and
+    additions. gdpa_impl: who runs GDPA between them, a name that gdpa(impl=...) knows, or None: reference and eager
+    keep to their own kind, triton takes what gdpa would take. (reference and eager hand GDPA float32, triton the
+    inputs' dtype.) A sequence without keys gets rms(q) + s. Returns s' like s; rows past q_offsets[-1] are exact
+    zeros, and so are their gradients.
 
     ValueError: as in gdpa, and eps <= 0 or q_offsets None.
     """
@@ -124,6 +129,11 @@ def pffn(
     kv_offsets, kind = check_attention("pffn", s, k, v, q_offsets, kv_offsets, max_q_len, max_kv_len)
     activations.get(activation)
     scale, eps = check_scale("pffn", scale), _check_eps("pffn", eps)
-    name = _select_pffn(impl, *static(s), tuple(sorted(kind)), activation, max_kv_len)
+    call = tuple(sorted(kind)), activation, max_kv_len
+    name = _select_pffn(impl, *static(s), *call)
+    device, index, dtype, head_dim = static(s)
+    inner = dtype if name == "triton" else accumulation_dtype(dtype)
+    gdpa_impl = ("auto" if name == "triton" else name) if gdpa_impl is None else gdpa_impl
+    gdpa_impl = _select_gdpa(gdpa_impl, device, index, inner, head_dim, *call)
     s, k, v = (unit_last_stride(x) for x in (s, k, v))
-    return pffn_op(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, name)[0]
+    return pffn_op(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, gdpa_impl, name)[0]

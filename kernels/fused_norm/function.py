@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import flops
+from ..gdpa.function import _implementation as gdpa_implementation
 from ..validation import unit_last_stride
 
 
@@ -100,12 +101,13 @@ norm_rotary_op.register_autograd(_norm_rotary_backward, setup_context=_norm_rota
 
 _PFFN = (
     "Tensor s, Tensor k, Tensor v, {saved}Tensor q_offsets, Tensor kv_offsets, str activation, float scale, float eps, "
-    "int? max_q_len, int? max_kv_len, str impl"
+    "int? max_q_len, int? max_kv_len, str gdpa_impl, str impl"
 )
 
 
-def _pffn_keywords(activation, scale, eps, max_q_len, max_kv_len) -> dict:
+def _pffn_keywords(activation, scale, eps, max_q_len, max_kv_len, gdpa_impl) -> dict:
     return {
+        "gdpa": gdpa_implementation(gdpa_impl),
         "activation": activation,
         "scale": scale,
         "eps": eps,
@@ -117,8 +119,8 @@ def _pffn_keywords(activation, scale, eps, max_q_len, max_kv_len) -> dict:
 @torch.library.custom_op("gem_kernels::pffn", mutates_args=(), schema=f"({_PFFN.format(saved='')}) -> (Tensor, Tensor)")
 def pffn_op(s, k, v, q_offsets, kv_offsets, *settings):
     *settings, impl = settings
-    out, u = _implementation("pffn", impl).forward(s, k, v, q_offsets, kv_offsets, **_pffn_keywords(*settings))
-    return out.contiguous(), u.contiguous()
+    out, o = _implementation("pffn", impl).forward(s, k, v, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    return out.contiguous(), o.contiguous()
 
 
 @pffn_op.register_fake
@@ -129,12 +131,12 @@ def _(s, *_):
 @torch.library.custom_op(
     "gem_kernels::pffn_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {_PFFN.format(saved='Tensor u, ')}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, {_PFFN.format(saved='Tensor o, ')}) -> (Tensor, Tensor, Tensor)",
 )
-def pffn_backward_op(dout, s, k, v, u, q_offsets, kv_offsets, *settings):
+def pffn_backward_op(dout, s, k, v, o, q_offsets, kv_offsets, *settings):
     *settings, impl = settings
     implementation = _implementation("pffn", impl)
-    gradients = implementation.backward(dout, s, k, v, u, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    gradients = implementation.backward(dout, s, k, v, o, q_offsets, kv_offsets, **_pffn_keywords(*settings))
     ds, dk, dv = (gradient.contiguous() for gradient in gradients)
     return ds, dk, dv
 
@@ -151,7 +153,7 @@ def _pffn_context(ctx, inputs, output):
 
 
 def _pffn_backward(ctx, dout, _):
-    return *pffn_backward_op(unit_last_stride(dout), *ctx.saved_tensors, *ctx.settings), *[None] * 8
+    return *pffn_backward_op(unit_last_stride(dout), *ctx.saved_tensors, *ctx.settings), *[None] * 9
 
 
 pffn_op.register_autograd(_pffn_backward, setup_context=_pffn_context)
@@ -169,7 +171,7 @@ def _forward_flops(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q
 
 @register_flop_formula(torch.ops.gem_kernels.pffn_backward, get_raw=True)
 def _backward_flops(
-    dout, s, k, v, u, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, *_, **__
+    dout, s, k, v, o, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, *_, **__
 ) -> int:
     return _count("bwd", s, q_offsets, kv_offsets, max_q_len, max_kv_len)
 

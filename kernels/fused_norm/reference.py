@@ -17,20 +17,18 @@ below.
                  backward(dy, x, *, kind, eps) -> dx
     norm_rotary  forward(x [T, H, D], cos, sin, *, interleaved, kind, eps) -> y
                  backward(dy, x, cos, sin, *, interleaved, kind, eps) -> dx
-    pffn         forward(s, k, v, q_offsets, kv_offsets, *, activation, scale, eps, max_q_len, max_kv_len)
-                     -> (out, u), both like s
-                 backward(dout, s, k, v, u, q_offsets, kv_offsets, *, activation, scale, eps, max_q_len, max_kv_len)
-                     -> (ds, dk, dv)
+    pffn         forward(s, k, v, q_offsets, kv_offsets, *, gdpa, eps, activation, scale, max_q_len, max_kv_len)
+                     -> (out, o), both like s; o is GDPA's output, kept for the backward pass
+                 backward(dout, s, k, v, o, q_offsets, kv_offsets, *, gdpa, eps, activation, scale, max_q_len,
+                     max_kv_len) -> (ds, dk, dv)
+                 gdpa: the Implementation of GDPA to run inside
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ..gdpa import reference as gdpa_reference
 from ..registry import Case, Implementation
 from ..rotary.reference import rotate, rotate_back
 from ..validation import accumulation_dtype
@@ -83,36 +81,32 @@ def _inside(offsets: Tensor, rows: Tensor) -> Tensor:
     return (torch.arange(rows.shape[0], device=rows.device) < offsets[-1])[:, None]
 
 
-def pffn_with(gdpa_forward: Callable, gdpa_backward: Callable) -> tuple[Callable, Callable]:
-    """Forward and backward of the feed-forward tail around an implementation of GDPA.
+def _entering(s: Tensor, q_offsets: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows of s [T, H * D], layer(rows), rows outside the sequences).
 
-    Rows are normalised over all H * D columns. Rows past the end are cleared where they enter, so that what they
-    hold, NaN included, goes nowhere; their outputs and gradients are zeros.
+    Rows past the end are cleared where they enter, so that what they hold, NaN included, goes nowhere.
     """
-
-    def forward(s, k, v, q_offsets, kv_offsets, *, eps, **settings):
-        shape, inside = s.shape, _inside(q_offsets, s)
-        rows = _wide(s).flatten(1).masked_fill(~inside, 0.0)
-        normed = normalise(rows, "layer", eps)
-        o = gdpa_forward(normed.view(shape), _wide(k), _wide(v), q_offsets, kv_offsets, **settings)
-        u = o.flatten(1) + normed
-        out = normalise(u, "rms", eps) + rows
-        return out.view(shape).to(s.dtype), u.view(shape).to(s.dtype)
-
-    def backward(dout, s, k, v, u, q_offsets, kv_offsets, *, eps, **settings):
-        shape, inside = s.shape, _inside(q_offsets, s)
-        rows = _wide(s).flatten(1).masked_fill(~inside, 0.0)
-        d_rows = _wide(dout).flatten(1).masked_fill(~inside, 0.0)
-        du = normalise_backward(d_rows, _wide(u).flatten(1), "rms", eps)
-        normed = normalise(rows, "layer", eps).view(shape)
-        dq, dk, dv = gdpa_backward(du.view(shape), normed, _wide(k), _wide(v), q_offsets, kv_offsets, **settings)
-        ds = normalise_backward(dq.flatten(1) + du, rows, "layer", eps) + d_rows
-        return ds.view(shape).to(s.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-    return forward, backward
+    outside = ~_inside(q_offsets, s)
+    rows = _wide(s).flatten(1).masked_fill(outside, 0.0)
+    return rows, normalise(rows, "layer", eps), outside
 
 
-pffn_forward, pffn_backward = pffn_with(gdpa_reference.forward, gdpa_reference.backward)
+def pffn_forward(s, k, v, q_offsets, kv_offsets, *, gdpa, eps, **settings):
+    """The feed-forward tail around GDPA implementation `gdpa`; both norms over all H * D columns."""
+    rows, normed, _ = _entering(s, q_offsets, eps)
+    o = gdpa.forward(normed.view(s.shape), _wide(k), _wide(v), q_offsets, kv_offsets, **settings)
+    out = normalise(o.flatten(1) + normed, "rms", eps) + rows
+    return out.view(s.shape).to(s.dtype), o.to(s.dtype)
+
+
+def pffn_backward(dout, s, k, v, o, q_offsets, kv_offsets, *, gdpa, eps, **settings):
+    rows, normed, outside = _entering(s, q_offsets, eps)
+    d_rows = _wide(dout).flatten(1).masked_fill(outside, 0.0)
+    du = normalise_backward(d_rows, _wide(o).flatten(1) + normed, "rms", eps)
+    arguments = du.view(s.shape), normed.view(s.shape), _wide(k), _wide(v), q_offsets, kv_offsets
+    dq, dk, dv = gdpa.backward(*arguments, **settings)
+    ds = normalise_backward(dq.flatten(1) + du, rows, "layer", eps) + d_rows
+    return ds.view(s.shape).to(s.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _unsupported(case: Case) -> str | None:

@@ -1,5 +1,7 @@
 """norm, norm_rotary and pffn against torch's own norms, float64 and finite differences."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import flops, gdpa
 from kernels.fused_norm import REGISTRIES, norm, norm_rotary, pffn
+from kernels.gdpa.api import REGISTRY as GDPA
 from kernels.jagged import lengths_to_offsets
 from kernels.rotary import apply_rotary
 from kernels.testing import LENGTH_PATTERNS, assert_within_eager, make_inputs, poisoned
@@ -197,6 +200,34 @@ def test_pffn_batch_mates_change_no_bit(impl):
             assert torch.equal(got[rows], want)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("named", [None, "eager", "reference"])
+def test_pffn_runs_the_named_gdpa(impl, named, monkeypatch):
+    """gdpa_impl picks who runs between the norms, forward and backward; None keeps to the norms' own kind."""
+    calls = []
+    for name in IMPLS:
+        loaded = GDPA.load(name)
+
+        def spy(function, name):
+            return lambda *args, **kwargs: calls.append(name) or function(*args, **kwargs)
+
+        spied = dataclasses.replace(loaded, forward=spy(loaded.forward, name), backward=spy(loaded.backward, name))
+        monkeypatch.setitem(GDPA._loaded, name, spied)
+    inputs = make_inputs("gdpa", (5, 0, 3), (2, 3, 4))
+    got = run(inputs, impl=impl, gdpa_impl=named)
+    assert calls == [named or impl] * 2
+    for one, other in zip(got, run(inputs, impl="reference"), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_pffn_with_a_gdpa_that_cannot_run_is_an_error():
+    x = make_inputs("gdpa", (5, 3), (2, 4))
+    with pytest.raises(ValueError, match="gdpa: impl 'tlx'"):
+        pffn(*x.args, gdpa_impl="tlx")
+    with pytest.raises(ValueError, match="unknown impl 'quack'; allowed: auto, tlx, triton, eager, reference"):
+        pffn(*x.args, gdpa_impl="quack")
+
+
 @kinds
 def test_opcheck_norms(kind):
     x = make_inputs("block_attention", (4, 3), head_dim=8)
@@ -209,7 +240,7 @@ def test_opcheck_norms(kind):
 @both
 def test_opcheck_pffn(impl):
     x = make_inputs("gdpa", (3, 0, 2), (2, 3, 4)).leaves()
-    arguments = (x.q, x.k, x.v, x.q_offsets, x.kv_offsets, "silu", 0.5, 1e-5, None, None, impl)
+    arguments = (x.q, x.k, x.v, x.q_offsets, x.kv_offsets, "silu", 0.5, 1e-5, None, None, impl, impl)
     torch.library.opcheck(torch.ops.gem_kernels.pffn, arguments)
 
 
