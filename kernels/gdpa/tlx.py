@@ -26,16 +26,15 @@ from ..registry import Case, Implementation
 from ..tlx_common import (
     GROUP_ROWS,
     hopper_only,
-    load_ragged,
     my_tiles,
     num_sms,
     packed_heads,
     ragged_descriptor,
-    store_ragged,
     tile_entry,
     tile_table,
     zigzag,
 )
+from ..tlx_pipeline import first_scores, issue_products, store_tile, stream_tiles
 from . import triton_gdpa
 
 
@@ -179,57 +178,39 @@ def gdpa_fwd_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            k_count = 0
-            v_count = 0
-            # One tile more than there are: the consumers' last look-ahead finds a score product to issue.
-            for i in range(mine + 1):
-                index = tl.minimum(
-                    zigzag(tl.minimum(i, tl.maximum(mine - 1, 0)), program, programs), tl.maximum(total - 1, 0)
-                )
-                q_first, q_size, kv_first, kv_size, _, head, row = tile_entry(table, index, H, BLOCK_M)
-                column = head * HEAD_DIM
-                stage, phase = get_bufidx_phase(i, Q_STAGES)
-                for g in tl.static_range(GROUPS):
-                    tlx.barrier_wait(q_empty[stage * GROUPS + g], phase ^ 1)
-                    tlx.barrier_expect_bytes(q_full[stage * GROUPS + g], 2 * ROWS * HEAD_DIM)
-                    load_ragged(
-                        desc_q,
-                        q_buffers[stage * GROUPS + g],
-                        q_full[stage * GROUPS + g],
-                        q_first,
-                        q_size,
-                        row + g * ROWS,
-                        column,
-                    )
-                blocks = tl.maximum((kv_size + BLOCK_N - 1) // BLOCK_N, 1)
-                if i == mine:
-                    blocks = 1
-                for j in range(blocks):
-                    stage, phase = get_bufidx_phase(k_count, KV_STAGES)
-                    tlx.barrier_wait(k_empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(k_full[stage], 2 * BLOCK_N * HEAD_DIM)
-                    load_ragged(desc_k, k_buffers[stage], k_full[stage], kv_first, kv_size, j * BLOCK_N, column)
-                    k_count += 1
-                    if i < mine:
-                        stage, phase = get_bufidx_phase(v_count, KV_STAGES)
-                        tlx.barrier_wait(v_empty[stage], phase ^ 1)
-                        tlx.barrier_expect_bytes(v_full[stage], 2 * BLOCK_N * HEAD_DIM)
-                        load_ragged(desc_v, v_buffers[stage], v_full[stage], kv_first, kv_size, j * BLOCK_N, column)
-                        v_count += 1
+            stream_tiles(
+                desc_q,
+                desc_k,
+                desc_v,
+                q_buffers,
+                k_buffers,
+                v_buffers,
+                q_full,
+                q_empty,
+                k_full,
+                k_empty,
+                v_full,
+                v_empty,
+                table,
+                total,
+                mine,
+                H,
+                HEAD_DIM,
+                BLOCK_N,
+                GROUPS,
+                KV_STAGES,
+                Q_STAGES,
+                None,
+            )
 
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=GROUPS):
             cid: tl.constexpr = tlx.async_task_replica_id()
             if PINGPONG:
                 if cid == 1:
                     tlx.named_barrier_arrive(9, 256)
-            # First score product of the first tile; there is nothing to overlap it with.
             tlx.barrier_wait(q_full[cid], 0)
             tlx.barrier_wait(k_full[0], 0)
-            s = tlx.async_dot(
-                tlx.local_reshape(q_buffers[cid], [ROWS, HEAD_DIM]),
-                tlx.local_trans(tlx.local_reshape(k_buffers[0], [BLOCK_N, HEAD_DIM])),
-            )
-            s = tlx.async_dot_wait(0, s)
+            s = first_scores(q_buffers[cid], k_buffers[0], HEAD_DIM, BLOCK_N)
             tlx.barrier_arrive(k_empty[0], 1)
             p = activate(s, scale, ACTIVATION, FAST, dtype)
             k_count = 1
@@ -244,21 +225,17 @@ def gdpa_fwd_kernel(
                     v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
                     tlx.barrier_wait(k_full[k_stage], k_phase)
                     tlx.barrier_wait(v_full[v_stage], v_phase)
-                    if PINGPONG:
-                        if cid == 0:
-                            tlx.named_barrier_wait(9, 256)
-                        else:
-                            tlx.named_barrier_wait(10, 256)
-                    s = tlx.async_dot(
-                        tlx.local_reshape(q_buffers[q_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
-                        tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                    s, acc = issue_products(
+                        q_buffers[q_stage * GROUPS + cid],
+                        k_buffers[k_stage],
+                        v_buffers[v_stage],
+                        p,
+                        acc,
+                        cid,
+                        PINGPONG,
+                        HEAD_DIM,
+                        BLOCK_N,
                     )
-                    acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
-                    if PINGPONG:
-                        if cid == 0:
-                            tlx.named_barrier_arrive(10, 256)
-                        else:
-                            tlx.named_barrier_arrive(9, 256)
                     s = tlx.async_dot_wait(1, s)
                     tlx.barrier_arrive(k_empty[k_stage], 1)
                     p = activate(s, scale, ACTIVATION, FAST, dtype)
@@ -275,21 +252,17 @@ def gdpa_fwd_kernel(
                 tlx.barrier_wait(v_full[v_stage], v_phase)
                 tlx.barrier_wait(q_full[next_stage * GROUPS + cid], next_phase)
                 tlx.barrier_wait(k_full[k_stage], k_phase)
-                if PINGPONG:
-                    if cid == 0:
-                        tlx.named_barrier_wait(9, 256)
-                    else:
-                        tlx.named_barrier_wait(10, 256)
-                s = tlx.async_dot(
-                    tlx.local_reshape(q_buffers[next_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
-                    tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                s, acc = issue_products(
+                    q_buffers[next_stage * GROUPS + cid],
+                    k_buffers[k_stage],
+                    v_buffers[v_stage],
+                    p,
+                    acc,
+                    cid,
+                    PINGPONG,
+                    HEAD_DIM,
+                    BLOCK_N,
                 )
-                acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
-                if PINGPONG:
-                    if cid == 0:
-                        tlx.named_barrier_arrive(10, 256)
-                    else:
-                        tlx.named_barrier_arrive(9, 256)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k_empty[k_stage], 1)
                 if Q_STAGES > 1:
@@ -299,11 +272,8 @@ def gdpa_fwd_kernel(
                 tlx.barrier_arrive(v_empty[v_stage], 1)
                 k_count += 1
                 v_count += 1
-                tlx.async_descriptor_store_wait(0)  # the buffer's previous tile has left
                 acc *= output_factor(scale, ACTIVATION)
-                tlx.local_store(tlx.local_reshape(o_buffers[cid], [ROWS, HEAD_DIM]), acc.to(dtype))
-                tlx.fence_async_shared()
-                store_ragged(desc_o, o_buffers[cid], out_first, q_size, row + cid * ROWS, head * HEAD_DIM)
+                store_tile(desc_o, o_buffers[cid], acc, out_first, q_size, row + cid * ROWS, head * HEAD_DIM, HEAD_DIM)
             tlx.async_descriptor_store_wait(0)
 
 

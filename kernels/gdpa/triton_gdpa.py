@@ -31,14 +31,15 @@ class Options:
 
     schedule: "grid" launches over the longest sequence (needs the hint max_q_len; the baseline, never a default),
     "valid" over the tiles that exist, "zigzag" deals those, sorted by work, to persistent programs.
-    kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n).
+    kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n); None: wherever
+    the hint allows. Off by default: on an H200 the list of valid tiles is faster (TUNING.md).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
     fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default 2 per multiprocessor.
     """
 
     schedule: str = "valid"
-    kv_resident: bool | None = None
+    kv_resident: bool | None = False
     backward: str | None = None
     fast_tanh: bool | None = None
     fwd: Config | None = None

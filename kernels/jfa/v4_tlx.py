@@ -23,16 +23,15 @@ from ..registry import Case, Implementation
 from ..tlx_common import (
     GROUP_ROWS,
     hopper_only,
-    load_ragged,
     my_tiles,
     num_sms,
     packed_heads,
     ragged_descriptor,
-    store_ragged,
     tile_entry,
     tile_table,
     zigzag,
 )
+from ..tlx_pipeline import first_block, first_scores, issue_products, num_blocks, store_tile, stream_tiles
 from . import triton_schemes
 from .triton_backward import delta_kernel
 
@@ -72,24 +71,6 @@ def candidates(head_dim: int) -> list[Config]:
         Config(3, 64, 3, 1, registers=160, pingpong=False),
         Config(1, 128, 2, 2, pingpong=False),
     ]
-
-
-@triton.jit
-def first_block(row, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key block that a tile starting at query `row` needs."""
-    if WINDOW is None:
-        return 0
-    else:
-        return tl.maximum(row - WINDOW, 0) // BLOCK_N
-
-
-@triton.jit
-def num_blocks(row, kv_size, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many key blocks, from first_block on; at least one, so that every tile runs the same pipeline."""
-    last = kv_size
-    if WINDOW is not None:
-        last = tl.minimum(kv_size, row + BLOCK_M + WINDOW)
-    return tl.maximum((last + BLOCK_N - 1) // BLOCK_N - first_block(row, WINDOW, BLOCK_N), 1)
 
 
 @triton.jit
@@ -150,46 +131,30 @@ def attention_fwd_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            k_count = 0
-            v_count = 0
-            # One tile more than there are: the consumers' last look-ahead finds a score product to issue.
-            for i in range(mine + 1):
-                index = tl.minimum(
-                    zigzag(tl.minimum(i, tl.maximum(mine - 1, 0)), program, programs), tl.maximum(total - 1, 0)
-                )
-                q_first, q_size, kv_first, kv_size, _, head, row = tile_entry(table, index, H, BLOCK_M)
-                column = head * HEAD_DIM
-                stage, phase = get_bufidx_phase(i, Q_STAGES)
-                for g in tl.static_range(GROUPS):
-                    tlx.barrier_wait(q_empty[stage * GROUPS + g], phase ^ 1)
-                    tlx.barrier_expect_bytes(q_full[stage * GROUPS + g], 2 * ROWS * HEAD_DIM)
-                    load_ragged(
-                        desc_q,
-                        q_buffers[stage * GROUPS + g],
-                        q_full[stage * GROUPS + g],
-                        q_first,
-                        q_size,
-                        row + g * ROWS,
-                        column,
-                    )
-                blocks = num_blocks(row, kv_size, WINDOW, BLOCK_M, BLOCK_N)
-                key = first_block(row, WINDOW, BLOCK_N) * BLOCK_N
-                if i == mine:
-                    blocks = 1
-                for j in range(blocks):
-                    stage, phase = get_bufidx_phase(k_count, KV_STAGES)
-                    tlx.barrier_wait(k_empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(k_full[stage], 2 * BLOCK_N * HEAD_DIM)
-                    load_ragged(desc_k, k_buffers[stage], k_full[stage], kv_first, kv_size, key + j * BLOCK_N, column)
-                    k_count += 1
-                    if i < mine:
-                        stage, phase = get_bufidx_phase(v_count, KV_STAGES)
-                        tlx.barrier_wait(v_empty[stage], phase ^ 1)
-                        tlx.barrier_expect_bytes(v_full[stage], 2 * BLOCK_N * HEAD_DIM)
-                        load_ragged(
-                            desc_v, v_buffers[stage], v_full[stage], kv_first, kv_size, key + j * BLOCK_N, column
-                        )
-                        v_count += 1
+            stream_tiles(
+                desc_q,
+                desc_k,
+                desc_v,
+                q_buffers,
+                k_buffers,
+                v_buffers,
+                q_full,
+                q_empty,
+                k_full,
+                k_empty,
+                v_full,
+                v_empty,
+                table,
+                total,
+                mine,
+                H,
+                HEAD_DIM,
+                BLOCK_N,
+                GROUPS,
+                KV_STAGES,
+                Q_STAGES,
+                WINDOW,
+            )
 
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=GROUPS):
             cid: tl.constexpr = tlx.async_task_replica_id()
@@ -199,19 +164,13 @@ def attention_fwd_kernel(
                     tlx.named_barrier_arrive(9, 256)
             index = tl.minimum(zigzag(0, program, programs), tl.maximum(total - 1, 0))
             _, q_size, _, kv_size, out_first, head, row = tile_entry(table, index, H, BLOCK_M)
-            # First score product of the first tile; there is nothing to overlap it with.
             tlx.barrier_wait(q_full[cid], 0)
             tlx.barrier_wait(k_full[0], 0)
-            s = tlx.async_dot(
-                tlx.local_reshape(q_buffers[cid], [ROWS, HEAD_DIM]),
-                tlx.local_trans(tlx.local_reshape(k_buffers[0], [BLOCK_N, HEAD_DIM])),
-            )
-            s = tlx.async_dot_wait(0, s)
+            s = first_scores(q_buffers[cid], k_buffers[0], HEAD_DIM, BLOCK_N)
             tlx.barrier_arrive(k_empty[0], 1)
             s = masked(s, row + cid * ROWS, first_block(row, WINDOW, BLOCK_N) * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N)
             m = tl.max(s, 1) * log2_scale
-            m = tl.where(m == float("-inf"), 0.0, m)
-            e = tl.math.exp2(s * log2_scale - m[:, None])
+            e = tl.math.exp2(s * log2_scale - tl.where(m == float("-inf"), 0.0, m)[:, None])
             l = tl.sum(e, 1)
             p = e.to(dtype)
             k_count = 1
@@ -226,27 +185,26 @@ def attention_fwd_kernel(
                     v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
                     tlx.barrier_wait(k_full[k_stage], k_phase)
                     tlx.barrier_wait(v_full[v_stage], v_phase)
-                    if PINGPONG:
-                        if cid == 0:
-                            tlx.named_barrier_wait(9, 256)
-                        else:
-                            tlx.named_barrier_wait(10, 256)
-                    s = tlx.async_dot(
-                        tlx.local_reshape(q_buffers[q_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
-                        tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                    s, acc = issue_products(
+                        q_buffers[q_stage * GROUPS + cid],
+                        k_buffers[k_stage],
+                        v_buffers[v_stage],
+                        p,
+                        acc,
+                        cid,
+                        PINGPONG,
+                        HEAD_DIM,
+                        BLOCK_N,
                     )
-                    acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
-                    if PINGPONG:
-                        if cid == 0:
-                            tlx.named_barrier_arrive(10, 256)
-                        else:
-                            tlx.named_barrier_arrive(9, 256)
                     s = tlx.async_dot_wait(1, s)
                     tlx.barrier_arrive(k_empty[k_stage], 1)
                     s = masked(s, row + cid * ROWS, key + j * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N)
                     m_new = tl.maximum(m, tl.max(s, 1) * log2_scale)
-                    e = tl.math.exp2(s * log2_scale - m_new[:, None])
-                    alpha = tl.math.exp2(m - m_new)
+                    reference = m_new
+                    if WINDOW is not None:  # a row may not have met a key yet
+                        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+                    e = tl.math.exp2(s * log2_scale - reference[:, None])
+                    alpha = tl.math.exp2(m - reference)
                     l = l * alpha + tl.sum(e, 1)
                     m = m_new
                     p = e.to(dtype)
@@ -271,21 +229,17 @@ def attention_fwd_kernel(
                 tlx.barrier_wait(v_full[v_stage], v_phase)
                 tlx.barrier_wait(q_full[next_stage * GROUPS + cid], next_phase)
                 tlx.barrier_wait(k_full[k_stage], k_phase)
-                if PINGPONG:
-                    if cid == 0:
-                        tlx.named_barrier_wait(9, 256)
-                    else:
-                        tlx.named_barrier_wait(10, 256)
-                s = tlx.async_dot(
-                    tlx.local_reshape(q_buffers[next_stage * GROUPS + cid], [ROWS, HEAD_DIM]),
-                    tlx.local_trans(tlx.local_reshape(k_buffers[k_stage], [BLOCK_N, HEAD_DIM])),
+                s, acc = issue_products(
+                    q_buffers[next_stage * GROUPS + cid],
+                    k_buffers[k_stage],
+                    v_buffers[v_stage],
+                    p,
+                    acc,
+                    cid,
+                    PINGPONG,
+                    HEAD_DIM,
+                    BLOCK_N,
                 )
-                acc = tlx.async_dot(p, tlx.local_reshape(v_buffers[v_stage], [BLOCK_N, HEAD_DIM]), acc)
-                if PINGPONG:
-                    if cid == 0:
-                        tlx.named_barrier_arrive(10, 256)
-                    else:
-                        tlx.named_barrier_arrive(9, 256)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k_empty[k_stage], 1)
                 if Q_STAGES > 1:
@@ -296,8 +250,7 @@ def attention_fwd_kernel(
                     s, row + cid * ROWS, first_block(row, WINDOW, BLOCK_N) * BLOCK_N, kv_size, WINDOW, ROWS, BLOCK_N
                 )
                 m = tl.max(s, 1) * log2_scale
-                m = tl.where(m == float("-inf"), 0.0, m)
-                e = tl.math.exp2(s * log2_scale - m[:, None])
+                e = tl.math.exp2(s * log2_scale - tl.where(m == float("-inf"), 0.0, m)[:, None])
                 l = tl.sum(e, 1)
                 p = e.to(dtype)
                 acc = tlx.async_dot_wait(0, acc)
@@ -305,10 +258,7 @@ def attention_fwd_kernel(
                 k_count += 1
                 v_count += 1
                 acc = acc * inverse[:, None]
-                tlx.async_descriptor_store_wait(0)  # the buffer's previous tile has left
-                tlx.local_store(tlx.local_reshape(o_buffers[cid], [ROWS, HEAD_DIM]), acc.to(dtype))
-                tlx.fence_async_shared()
-                store_ragged(desc_o, o_buffers[cid], store_first, out_size, out_row, out_column)
+                store_tile(desc_o, o_buffers[cid], acc, store_first, out_size, out_row, out_column, HEAD_DIM)
                 rows = out_row + tl.arange(0, ROWS)
                 tl.store(lse_row + rows, log_sum, mask=rows < out_size)
             tlx.async_descriptor_store_wait(0)

@@ -56,11 +56,11 @@ def test_every_activation_scale_and_shared_queries(dtype, backward):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", [BF16, HALF], ids=["bf16", "fp16"])
 def test_keys_on_chip_equal_streamed_keys_bit_for_bit(head_dim, dtype):
-    checks.resident(Options(), 128, DEVICE, dtype, head_dim, roundings=roundings(dtype))
+    checks.resident(Options(kv_resident=None), 128, DEVICE, dtype, head_dim, roundings=roundings(dtype))
 
 
 def test_a_lying_hint_gives_nan():
-    checks.lying_hint(Options(), 128, DEVICE, BF16)
+    checks.lying_hint(Options(kv_resident=None), 128, DEVICE, BF16)
 
 
 @SWITCHES

@@ -106,6 +106,15 @@ def test_softmax_of_very_negative_scores(score):
         compare("jfa", q, k, v, qo, ko, "v4", scale=1.0)
 
 
+def test_window_of_very_negative_scores():
+    """A row whose window begins in the second key block has no key in the first: its maximum must not stay at 0."""
+    q, k, v, qo, ko = inputs([400], None, 4, 128)
+    with torch.no_grad():
+        q.zero_()[..., 0] = 1.0
+        k.zero_()[..., 0] = -120.0
+    compare("jfa", q, k, v, qo, ko, "v4", scale=1.0, window=20)
+
+
 @pytest.mark.parametrize("op,impl", [("jfa", "v4"), ("gdpa", "tlx")])
 def test_neighbours_do_not_matter(op, impl):
     """NaN in the middle sequence changes no bit of the others; a permuted batch gives permuted results."""
