@@ -7,7 +7,6 @@ first appearance in train; an id that train never shows becomes 0 everywhere. Fe
 over strictly earlier lines.
 """
 
-import argparse
 import csv
 import shlex
 import sys
@@ -21,6 +20,7 @@ import pyarrow as pa
 from data.cli import non_negative, positive, rate, run
 from data.manifest import DataError
 from data.parquet_io import DatasetWriter, check_target, fixed_lists, lists
+from gem.cli import Parser
 from gem.progress import Progress
 
 MAX_ACTIONS = 16
@@ -312,7 +312,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.import_log",
         description="Turn an interaction log (CSV or TSV) into a dataset. Columns are names or positions from 0.",
     )

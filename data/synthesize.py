@@ -21,6 +21,7 @@ from data.lengths import LAWS, LengthLaw
 from data.manifest import DataError
 from data.parquet_io import DatasetWriter, fixed_lists, lists
 from data.truth import Bound, Process, Rows, Weights, sigmoid
+from gem.cli import Parser
 from gem.progress import Progress, format_count
 
 START = 1_700_000_000  # time stamp of the first sample, seconds since 1970
@@ -226,7 +227,7 @@ def synthesize(parameters: Parameters, output: str, *, command: str = "", quiet:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.synthesize", description=__doc__.split(":")[0] + ".")
+    parser = Parser(prog="python -m data.synthesize", description=__doc__.split(":")[0] + ".")
     d = Parameters(1, 1)
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="folder of the dataset; an older dataset there is replaced")
@@ -295,10 +296,10 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.monotonic() - began
     events = sum(sum(split["events"].values()) for split in manifest["splits"].values())
     bayes = manifest["bayes"]["ctr"]
+    best, without = ("undefined" if ne is None else f"{ne:.4f}" for ne in (bayes["ne"], bayes["without"]["sequence"]))
     print(
         f"{output}: {parameters.samples:,} + {parameters.eval_samples:,} rows, {events:,} events in {seconds:.1f} s "
-        f"({format_count(events / seconds)} events/s), best possible CTR NE {bayes['ne']:.4f}, without sequences "
-        f"{bayes['without']['sequence']:.4f}"
+        f"({format_count(events / seconds)} events/s), best possible CTR NE {best}, without sequences {without}"
     )
     return 0
 

@@ -6,7 +6,6 @@ and the logic of labels. The first violation is one line that names file, column
 bounded by the largest row group.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 from data.cli import run
 from data.manifest import SPLITS, DataError, read, schema
 from data.parquet_io import OWN_FILES, sha256
+from gem.cli import Parser
 from gem.progress import Progress
 
 
@@ -204,7 +204,7 @@ def check_table(table: pa.Table, manifest: dict, path: str, first: int, clock: i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m data.validate", description="Check a dataset against its manifest."
     )
     parser.add_argument("directory", metavar="DIR")

@@ -6,18 +6,18 @@ has ID, CAPTION and build(source) -> DataFrame of strings and numbers.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from figures.load import Source
+from gem.cli import Parser
 
 
 def main(module, argv: list[str] | None = None) -> int:
     """Run a module; the exit code. Missing data or a bad path: one line, exit code 1."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module.__spec__.name}", description=module.CAPTION)
+    parser = Parser(prog=f"python -m {module.__spec__.name}", description=module.CAPTION)
     parser.add_argument("--records", type=Path, help="folder of merged records, results/<tier>/records")
     parser.add_argument(
         "--measured", type=Path, default=Path("data/measured"), help="frozen records (default %(default)s)"

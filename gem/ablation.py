@@ -7,7 +7,6 @@ The numbers come from the parts of the training jobs of these two variants, so t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from gem import record
+from gem.cli import Parser
 from gem.record_store import load_parts
 from gem.workflow import read_sheet
 
@@ -103,7 +103,7 @@ def report(folder: Path, variant: str, base: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.ablation", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.ablation", description=__doc__.split("\n")[0])
     parser.add_argument("--run", required=True, help="folder under results, such as smoke")
     parser.add_argument("--variant", required=True)
     parser.add_argument("--base", help="default: the variant's base in config/variants.tsv")

@@ -29,6 +29,7 @@ import numpy as np
 
 from data.cli import fraction, non_negative, non_negative_float, positive, positive_float, run
 from data.lengths import LAWS, LengthLaw
+from gem.cli import Parser
 from gem.progress import Progress
 
 SCHEMES = ("none", "local", "bbs", "global")
@@ -271,7 +272,7 @@ def pool_sizes(text: str) -> tuple[int, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m gem.balance",
         description="Max / mean load over data-parallel ranks by balancing scheme, for a law or or lengths in a file.",
     )

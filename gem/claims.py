@@ -14,7 +14,6 @@ not_attempted. `limiter` is what bounds the case on this chip or, where nothing 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import re
@@ -28,6 +27,7 @@ import numpy as np
 import pandas as pd
 
 from gem import record
+from gem.cli import Parser
 from gem.expected import ACHIEVEMENTS, expected
 from gem.workflow import read_sheet
 
@@ -249,7 +249,7 @@ def table(rules: Iterable[dict], sources: list[Source]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.claims", description="Judge the claims of the source.")
+    parser = Parser(prog="python -m gem.claims", description="Judge the claims of the source.")
     parser.add_argument("--records", type=Path, required=True, help="merged records of a tier")
     parser.add_argument(
         "--measured", type=Path, default=Path("data/measured"), help="frozen records, one folder a device"

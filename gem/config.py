@@ -280,12 +280,14 @@ class TrainConfig:
     seeds: tuple[int, ...] = (0, 1, 2)
     eval_batch_size: int = 512
     steps: int | None = None  # overrides epochs
+    max_steps: int | None = None  # a cap on epochs, so that a log of any size trains in bounded time
 
     def __post_init__(self):
         for name in ("batch_size", "epochs", "eval_batch_size"):
             _positive(f"train {name}", getattr(self, name))
-        if self.steps is not None:
-            _positive("train steps", self.steps)
+        for name in ("steps", "max_steps"):
+            if getattr(self, name) is not None:
+                _positive(f"train {name}", getattr(self, name))
         for name in ("dense_lr", "table_lr", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"train {name}: {getattr(self, name)!r}; must be > 0")

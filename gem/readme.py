@@ -9,7 +9,6 @@ Markers are HTML comments, `<!-- verdict:begin -->` and `<!-- verdict:end -->`, 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -19,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gem import claims, record
+from gem.cli import Parser
 from gem.digest import ROOT
 from gem.workflow import read_sheet
 
@@ -128,7 +128,7 @@ def _devices(measured: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.readme", description="Fill the generated parts of README.md.")
+    parser = Parser(prog="python -m gem.readme", description="Fill the generated parts of README.md.")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--claims", type=Path, help="a claims.csv (default: judge the shipped records)")
     parser.add_argument("--records", type=Path, help="records behind --claims, for the device and the commit")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from gem import job, record
+from gem.cli import Parser
 from gem.digest import ROOT
 
 MEASURED = ROOT / "data" / "measured"
@@ -244,7 +245,7 @@ def _gone(case_row: Mapping, ids: Mapping[str, set[str]]) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.record", description="Merge, check, freeze and thaw records.")
+    parser = Parser(prog="python -m gem.record", description="Merge, check, freeze and thaw records.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in (
         ("merge", "parts -> one CSV an experiment, and runs.json"),

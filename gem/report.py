@@ -11,7 +11,9 @@ import torch
 from gem import evaluate, hardware, metrics
 from gem.config import Config
 
-_OTHERS = "ablation claims digest expected job progress provenance readme record record_store workflow".split()
+_OTHERS = (
+    "ablation checks claims cli digest expected job progress provenance readme record record_store workflow".split()
+)
 # metric of config/metrics.tsv -> phase
 SEED_METRICS = {
     "ne_ctr": "eval",

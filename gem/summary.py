@@ -6,7 +6,6 @@ dataset (--data), or over lengths drawn from the law of a tier's data section.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from gem import config as configuration
+from gem.cli import Parser
 from gem.config import PRESETS, Config
 from gem.counts import Counts
 from gem.dataset import EventSchema, Schema, Split
@@ -109,7 +109,7 @@ def text(rows: list[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.summary", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m gem.summary", description=__doc__.splitlines()[0])
     parser.add_argument("--preset", default="base", help=f"one of {', '.join(PRESETS)} (default base)")
     parser.add_argument("--variant", default="full", help="id of a row of config/variants.tsv (default full)")
     parser.add_argument("--tier", default="gpu", help="tier whose data section gives the length law (default gpu)")

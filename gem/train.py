@@ -24,6 +24,7 @@ import torch
 from gem import checkpoint, checkpointing, evaluate, hardware, metrics, report
 from gem import compile as compilation
 from gem import config as configuration
+from gem.cli import Parser
 from gem.config import Config, Precision
 from gem.counts import Counts
 from gem.dataset import Batch, Split, prefetch
@@ -94,7 +95,10 @@ def train_seed(
             f"dataset {data.train.directory}: too few rows: {data.train.num_rows} rows do not fill "
             f"one batch of {train.batch_size}"
         )
-    total_steps = steps or train.steps or train.epochs * per_epoch
+    total_steps = steps or train.steps or min(train.epochs * per_epoch, train.max_steps or sys.maxsize)
+    if total_steps < train.epochs * per_epoch and not quiet:
+        why = "--steps" if steps else "train.steps" if train.steps else "train.max_steps"
+        print(f"{config.variant}: {total_steps} of {train.epochs * per_epoch} steps ({why})", file=sys.stderr)
     identity = {
         "variant": config.variant,
         "seed": seed,
@@ -276,7 +280,7 @@ def _cut_log(path: Path, first: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m gem.train", description=__doc__.splitlines()[0])
+    p = Parser(prog="python -m gem.train", description=__doc__.splitlines()[0])
     p.add_argument("--variant", required=True, help="id of a row of config/variants.tsv")
     p.add_argument("--tier", default="smoke", help="name of config/<tier>.yaml (default smoke)")
     p.add_argument("--data", required=True, help="dataset folder made by data.synthesize or data.import_log")

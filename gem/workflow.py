@@ -19,6 +19,7 @@ from pathlib import Path
 import jsonschema
 import yaml
 
+from gem import checks
 from gem.digest import ROOT, source_digest
 
 SHEETS = {  # sheet -> its id column
@@ -30,7 +31,9 @@ SHEETS = {  # sheet -> its id column
     "experiments": "job",
 }
 # Modules of gem/ whose code cannot change what training computes.
-_NOT_TRAINING = "ablation claims digest expected job progress provenance readme record record_store workflow".split()
+_NOT_TRAINING = (
+    "ablation checks claims cli digest expected job progress provenance readme record record_store workflow".split()
+)
 
 
 @dataclass(frozen=True)
@@ -273,9 +276,11 @@ def load(given: dict, root: Path = ROOT) -> Settings:
     tiers = sorted(path.stem for path in (root / "config").glob("*.yaml"))
     if tier not in tiers:
         raise ValueError(f"config: tier {tier!r} is unknown; allowed: {', '.join(tiers)}")
-    config = yaml.safe_load((root / "config" / f"{tier}.yaml").read_text(encoding="utf-8"))
+    config = checks.read_yaml(root / "config" / f"{tier}.yaml", f"config/{tier}.yaml")
     schema = _schema("tier", root)
     _validate(config, schema, f"config/{tier}.yaml")
+    if config["tier"] != tier:
+        raise ValueError(f"config/{tier}.yaml: key tier: {config['tier']!r}; allowed: {tier}, the file's name")
     for key, value in given.items():
         if key not in schema["properties"] and key != "dataset":
             allowed = ", ".join(["dataset", *schema["properties"]])
@@ -284,16 +289,12 @@ def load(given: dict, root: Path = ROOT) -> Settings:
             raise ValueError(f"config: {key} differs from config/{tier}.yaml; allowed: a change in that file")
     sheets = {name: read_sheet(name, root) for name in SHEETS}
     _cross_check(config, sheets, tier, tiers)
-    dataset = given.get("dataset")
-    name = tier
-    if dataset:
-        dataset = Path(str(dataset))
-        if not (dataset / "manifest.json").is_file():
-            raise ValueError(
-                f"config: dataset {str(dataset)!r} has no manifest.json; allowed: a folder written by "
-                "python -m data.import_log or python -m data.synthesize"
-            )
-        name = f"{tier}-{re.sub(r'[^a-z0-9]+', '-', dataset.resolve().name.lower()).strip('-')}"
+    dataset, name = None, tier
+    if "dataset" in given:
+        dataset = checks.dataset(given["dataset"], config, tier)
+        name = f"{tier}-{re.sub(r'[^a-z0-9]+', '-', dataset.resolve().name.lower()).strip('-') or 'dataset'}"
+    else:
+        checks.generated_data(config, f"config/{tier}.yaml")
     return Settings(tier, name, config, dataset, sheets)
 
 
@@ -318,6 +319,8 @@ def read_sheet(name: str, root: Path = ROOT) -> dict[str, dict]:
             if column not in columns:
                 raise ValueError(f"{label}: column {column!r} is unknown; allowed: {', '.join(columns)}")
         for column in schema["required"]:
+            if (reader.fieldnames or []).count(column) > 1:
+                raise ValueError(f"{label}: column {column!r} occurs twice; allowed: once")
             if column not in (reader.fieldnames or []):
                 raise ValueError(f"{label}: column {column!r} is missing; needed: {', '.join(schema['required'])}")
         rows: dict[str, dict] = {}
@@ -393,6 +396,7 @@ def _schema(name: str, root: Path) -> dict:
 
 def _validate(value: dict, schema: dict, where: str) -> None:
     """First violation of a schema as one line."""
+    checks.finite(value, where)
     errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(value), key=lambda error: list(error.path))
     if not errors:
         return
@@ -437,7 +441,11 @@ def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> Non
         for name, row in sheets[sheet].items():
             for item in row["tiers"].split(","):
                 known(item, tiers, f"config/{sheet}.tsv: row {name}: column tiers")
+    checks.variants(config, variants)
+    for name, row in sheets["experiments"].items():
+        checks.module(row["module"], f"config/experiments.tsv: row {name}: column module")
     for name, row in sheets["kernels"].items():
+        checks.kernel_case(row, f"config/kernels.tsv: row {name}")
         known(row["experiment"], sheets["experiments"], f"config/kernels.tsv: row {name}: column experiment")
     for name, row in sheets["figures"].items():
         for claim in _split(row["claims"]):

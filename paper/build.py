@@ -8,7 +8,6 @@ is put side by side in a temporary folder, so that paths in the text do not depe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 import typst
+
+from gem.cli import Parser
 
 PAPER = Path(__file__).resolve().parent
 
@@ -58,7 +59,7 @@ def _one_line(error: Exception) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m paper.build", description="Typeset the report.")
+    parser = Parser(prog="python -m paper.build", description="Typeset the report.")
     parser.add_argument("--tier", required=True, help="folder under results: smoke, gpu, gpu2, frozen")
     parser.add_argument("--output", type=Path, required=True, help="report.pdf; values.json lies beside it")
     parser.add_argument("--results", type=Path, default=Path("results"))

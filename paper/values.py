@@ -10,7 +10,6 @@ report has the same bytes everywhere.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib
 import json
@@ -18,6 +17,7 @@ import sys
 from pathlib import Path
 
 from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first
+from gem.cli import Parser
 from gem.readme import range_text, reason, with_unit
 from paper import summaries
 
@@ -291,7 +291,7 @@ def _sheet(name: str, root: Path = ROOT) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m paper.values", description="Collect the numbers of the report.")
+    parser = Parser(prog="python -m paper.values", description="Collect the numbers of the report.")
     parser.add_argument("--tier", required=True, help="folder under results: smoke, gpu, gpu2, frozen")
     parser.add_argument("--output", type=Path, required=True, help="values.json")
     parser.add_argument("--results", type=Path, default=Path("results"))

@@ -9,13 +9,13 @@ normalised queries and keys keep |s| <= 1.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 
 from gem import record, workflow
 from gem.bench.timing import measure
+from gem.cli import Parser
 from kernels.gdpa import activations
 
 GELUS = ("gelu", "gelu_tanh", "gelu_taylor6")
@@ -81,7 +81,7 @@ def add_times(run: record.Run, device: str, dtype: torch.dtype, bench: dict) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.activations", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.activations", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
     args = parser.parse_args(argv)

@@ -8,13 +8,13 @@ smaller ones), and bbs_pool<N> for base-batch shuffling whose reader pools N sub
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import numpy as np
 
 from data.lengths import LengthLaw
 from gem import balance, record, workflow
+from gem.cli import Parser
 
 FILL, MAX_LENGTH = 0.29, 4096  # of the log-normal law whose CV the tier gives
 QUADRATIC_SHARE = 0.5  # cost of a sample: half linear, half quadratic in its length
@@ -22,7 +22,7 @@ SEED, STEPS = 0, 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.balance", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.balance", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
     args = parser.parse_args(argv)

@@ -8,12 +8,12 @@ since a sequence's attention pairs grow with its square, for pairs of the stated
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from gem import record
+from gem.cli import Parser
 
 
 def pair_waste(mean: float, cv: float, longest: float) -> float:
@@ -47,7 +47,7 @@ def add_records(run: record.Run, manifest: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.data", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.data", description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with manifest.json")
     parser.add_argument("--run", required=True, help="folder under results for the records")
     args = parser.parse_args(argv)

@@ -9,7 +9,6 @@ Filters measure less; a part that is measured again replaces the old one as a wh
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from fnmatch import fnmatchcase
@@ -20,6 +19,7 @@ from gem import hardware, record, workflow
 from gem.bench import cases, peers
 from gem.bench.ceilings import measure_ceilings
 from gem.bench.timing import measure
+from gem.cli import Parser
 from gem.progress import Progress
 from kernels.testing import error_budget, relative_error, snr_db
 
@@ -219,7 +219,7 @@ def chosen_impls(row: dict, filters: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.kernels", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--experiment", required=True, help="column experiment of config/kernels.tsv")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")

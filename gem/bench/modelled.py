@@ -8,17 +8,17 @@ data      waste of padding under length laws
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from gem import record, workflow
 from gem.bench import length_waste, model_records, schedule_skew, sparse_model
+from gem.cli import Parser
 
 PARTS = {"model": model_records, "schedule": schedule_skew, "sparse": sparse_model, "data": length_waste}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.modelled", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.modelled", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
     parser.add_argument("--experiments", default=",".join(PARTS), help="separated by commas (default: all of them)")

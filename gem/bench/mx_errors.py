@@ -8,12 +8,12 @@ quality is another question, of NE over seeds.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 
 from gem import record, workflow
+from gem.cli import Parser
 from kernels.jagged import lengths_to_offsets
 from kernels.mxfp8 import RECIPES, Recipe, jagged_attention_mx, linear
 from kernels.testing import relative_error, snr_db
@@ -92,7 +92,7 @@ def add_records(run: record.Run) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.mx_errors", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.mx_errors", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
     args = parser.parse_args(argv)

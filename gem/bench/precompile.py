@@ -14,7 +14,6 @@ Exit status: 0 also when an implementation cannot run here (it is named); 1 when
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import random
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Iterable
 
 from gem import hardware, workflow
 from gem.bench import session
+from gem.cli import Parser
 from gem.progress import Progress
 
 BATCH = 3
@@ -89,7 +89,7 @@ def run(jobs: list[tuple[dict, str]], device: str, processes: int) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.precompile", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.precompile", description=__doc__.split("\n")[0])
     parser.add_argument("steps", nargs="+", metavar="EXPERIMENT=IMPLS[@CASES]", help="as of gem.bench.session")
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--processes", type=int, default=8, help="compilers at once (default 8)")

@@ -17,7 +17,6 @@ Exit status: 0 all steps done; 1 an error (a row that broke is named, the others
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -28,6 +27,7 @@ from fnmatch import fnmatchcase
 
 from gem import workflow
 from gem.bench import kernels
+from gem.cli import Parser
 from gem.progress import Progress
 
 OUT_OF_TIME = 3
@@ -136,7 +136,7 @@ def timing_config(config: dict, warmup_ms: float | None, repeat_ms: float | None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.session", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.session", description=__doc__.split("\n")[0])
     parser.add_argument("steps", nargs="+", metavar="EXPERIMENT=IMPLS[@CASES]", help="in the order in which they run")
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--limit-s", type=float, required=True, help="seconds after which no further row begins")

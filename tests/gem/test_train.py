@@ -96,6 +96,19 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(data, tmp_path, monkeypa
     assert all(straight[k] == resumed[k] for k in straight if not k.startswith(timing))
 
 
+def test_max_steps_caps_epochs_and_says_so(data, tmp_path, capsys):
+    config = tiny.config(train={"epochs": 3, "max_steps": 2})
+    result = train.train_seed(config, data, 0, tmp_path / "capped", CPU)
+    assert result["identity"]["total_steps"] == 2 and [entry[0] for entry in log_of(tmp_path / "capped")] == [0, 1, 2]
+    assert "tiny: 2 of 36 steps (train.max_steps)" in capsys.readouterr().err
+    short = tiny.config(train={"max_steps": 99})
+    assert train.train_seed(short, data, 0, tmp_path / "all", CPU)["identity"]["total_steps"] == 12
+    assert "(train.max_steps)" not in capsys.readouterr().err
+    assert run(data, tmp_path / "given", steps=3, config=config)["identity"]["total_steps"] == 3
+    with pytest.raises(ValueError, match="train max_steps: 0 is out of range"):
+        tiny.config(train={"max_steps": 0})
+
+
 def test_same_seed_same_run_other_seed_other_run(data, tmp_path):
     one, two = run(data, tmp_path / "one", steps=4), run(data, tmp_path / "two", steps=4)
     assert one["ne_ctr"] == two["ne_ctr"]

@@ -1,6 +1,7 @@
 """The workflow as a user types it: targets, profiles, lint, and errors before any work."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -86,6 +87,8 @@ def test_a_users_error_is_one_line_and_stops_before_any_work(real, words, messag
     ("given", "message"),
     [
         ({"teir": "gpu"}, "config: key 'teir' is unknown; allowed: dataset, tier, device"),
+        ({"dataset": ""}, "config: dataset '' has no manifest.json; allowed: a folder written by"),
+        ({"dataset": None}, "config: dataset '' has no manifest.json; allowed: a folder written by"),
         ({"dataset": "nowhere"}, "config: dataset 'nowhere' has no manifest.json; allowed: a folder written by"),
         ({"train": {"epochs": 3}}, "config: train differs from config/smoke.yaml; allowed: a change in that file"),
     ],
@@ -96,10 +99,30 @@ def test_bad_config_values(given, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_dataset_has_results_of_its_own_and_leaves_out_the_sweep(tmp_path):
-    folder = tmp_path / "ML 100k"
+def dataset(folder, rows):
+    """A folder with a whole manifest and no shards: enough for planning."""
     folder.mkdir()
-    (folder / "manifest.json").write_text("{}")
+    shard = {"file": "train-00000.parquet", "rows": rows, "bytes": 1, "sha256": ""}
+    split = {"rows": rows, "shards": [shard], "events": {}, "length": {}}
+    manifest = {"format": 1, "name": "x", "seed": None, "command": "", "generator": {}, "num_dense": 1, "bayes": None}
+    manifest |= {"sparse_features": {"item": {"num_embeddings": 2, "pooling": "mean"}}, "tasks": ["ctr"]}
+    manifest |= {"event_types": {"history": {"num_items": 2, "num_actions": 1, "max_length": 4}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"splits": {"train": split, "eval": split}}))
+    return folder
+
+
+def test_a_dataset_with_too_few_rows_or_a_broken_manifest_stops_before_any_work(tmp_path):
+    folder = dataset(tmp_path / "few", rows=127)
+    with pytest.raises(ValueError, match=r"too few rows: 127 training rows do not fill one batch; allowed: .* 128"):
+        load({"dataset": str(folder)})
+    (folder / "manifest.json").write_text('{"format": 1')
+    with pytest.raises(ValueError, match=r"manifest\.json: not readable as JSON") as caught:
+        load({"dataset": str(folder)})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_has_results_of_its_own_and_leaves_out_the_sweep(tmp_path):
+    folder = dataset(tmp_path / "ML 100k", rows=128)
     settings = load({"dataset": str(folder)})
     assert settings.results == "results/smoke-ml-100k"
     assert settings.jobs("quality") == [] and settings.data_folder("base") == str(folder)
@@ -160,6 +183,28 @@ def tree(tmp_path):
             "variants: [fulll]",
             "key train.variants: 'fulll' is unknown; allowed: baseline",
         ),
+        ("smoke.yaml", "variants: all", "variants: [full, full]", 'key train.variants: ["full", "full"]'),
+        ("smoke.yaml", "train:\n", "train: [\n", "config/smoke.yaml, line "),
+        ("smoke.yaml", "epochs: 1", "epochs: 1\n  epochs: 2", "config/smoke.yaml: key epochs occurs twice"),
+        ("smoke.yaml", '"on": eager', "on: eager", "config/smoke.yaml: key True is not text; allowed: quotes"),
+        ("smoke.yaml", "tier: smoke", "tier: smok", "key tier: 'smok'; allowed: smoke, the file's name"),
+        ("smoke.yaml", "fill: 0.3", "fill: .nan", "config/smoke.yaml: key data.fill: nan; allowed: a finite number"),
+        ("smoke.yaml", "fill: 0.3", "fill: 0.99", "section data: fill is 0.99 with length law 'lognormal'; attainable"),
+        ("smoke.yaml", "batch_size: 128", "batch_size: 9999", "key data.samples: too few rows: "),
+        ("smoke.yaml", "batch_size: 128", "batch_size: 128.0", "train batch_size: 128.0 is not an integer"),
+        ("smoke.yaml", "v3: eager, v4: eager}", "v3: eager}", "implementations.attention has no entry for 'v4'"),
+        ("smoke.yaml", "v4: eager}", "v4: eagre}", 'key implementations.attention.v4: "eagre"; allowed: auto, '),
+        ("smoke.yaml", "[0.0, 1.5]", "[0.0, 1.0e-7]", "key quality.long_range_weights: 1e-07; allowed: 0, or"),
+        (
+            "variants.tsv",
+            "\tpadded\tpadded\t",
+            "\tpadded\tv4\t",
+            "config/variants.tsv: variant baseline_padded: layout: padded runs on attention_impl padded only",
+        ),
+        ("variants.tsv", "\tlayout\tattention_impl", "\tlayout\tlayout", "column 'layout' occurs twice; allowed: once"),
+        ("kernels.tsv", "\tjagged_attention\t", "\tjaged_attention\t", 'column op: "jaged_attention"; allowed: '),
+        ("kernels.tsv", "\tfull\t128\t1.0", "\tfull\t128\t0.5", "_fill: 0.5; allowed: 1, or nothing, where"),
+        ("experiments.tsv", "gem.bench.balance", "gem.bench.blance", 'gem.bench.blance": no such file; allowed: a mod'),
     ],
 )
 def test_typos_in_config_files_name_file_row_column_and_what_is_allowed(tree, file, old, new, message):
@@ -170,6 +215,22 @@ def test_typos_in_config_files_name_file_row_column_and_what_is_allowed(tree, fi
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         load({}, tree)
     assert "\n" not in str(caught.value)
+
+
+def test_names_in_schemas_are_those_of_the_code():
+    """Schemas name implementations and ops without importing torch; here they are held to the registries."""
+    from gem import attention, compile
+    from gem.bench import cases
+    from kernels.block_attention.api import REGISTRY as block
+    from kernels.gdpa.api import REGISTRY as gdpa
+    from kernels.jfa.api import REGISTRY as jfa
+
+    choices = workflow._schema("tier", ROOT)["properties"]["implementations"]["properties"]
+    names = {key: set(value["additionalProperties"]["enum"]) for key, value in choices.items() if "$ref" not in value}
+    assert names["attention"] == {"auto", attention.VARLEN, *jfa.entries}
+    assert names["gdpa"] == {"auto", *gdpa.entries} and names["block_attention"] == {"auto", *block.entries}
+    assert names["compile"] == set(compile.BACKENDS) and names["optimizer"] == {"foreach", "fused"}
+    assert tuple(workflow._schema("kernels", ROOT)["properties"]["op"]["enum"]) == cases.OPS
 
 
 def test_every_sheet_of_the_repository_is_valid_in_every_tier():

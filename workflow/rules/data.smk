@@ -2,6 +2,8 @@
 if RUN.dataset:
 
     rule check_dataset:
+        input:
+            f"{RUN.dataset}/manifest.json",
         output:
             ensure(RUN.data_ready("base"), non_empty=True),
         log:
