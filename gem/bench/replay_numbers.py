@@ -194,12 +194,13 @@ class Records:
         }
 
     def candidates(self, op: str, is_self: bool, activation: str) -> list[dict]:
-        """Case rows of the same operation: same op and activation, own or other keys, nothing beyond it."""
-        kind = "self" if is_self else "cross"
+        """Case rows of the same operation that have a time: same op and activation, own or other keys, no more."""
+        kind, timed = "self" if is_self else "cross", {case for case, _ in self.times}
         return [
             row
             for row in self.cases.values()
-            if (row["op"], row["kind"], row["window"]) == (op, kind, "")
+            if row["case"] in timed
+            and (row["op"], row["kind"], row["window"]) == (op, kind, "")
             and row["activation"] in ("", activation)
             and "_rotary" not in row["impls"]
         ]

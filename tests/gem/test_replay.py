@@ -142,7 +142,9 @@ def test_bound_by_hand(tmp_path):
     forward = found["gdpa"]["phases"]["fwd"]
     assert forward["bound_ms"] == pytest.approx(4 * 4 * 128 * 4 * 1024**2 / 2250e12 * 1e3)
     assert forward["limiter"] == "tensor" and forward["tflops"] == pytest.approx(2250)
-    assert found["gdpa"]["phases"]["bwd"]["bound_ms"] == pytest.approx(2.5 * forward["bound_ms"])
+    backward = found["gdpa"]["phases"]["bwd"]  # with the scores computed again, all of it useful
+    assert backward["bound_ms"] == pytest.approx(2.5 * forward["bound_ms"])
+    assert backward["tflops"] == pytest.approx(2250)
     assert found["gdpa"]["nearest"] is None and forward["best"] is None
     assert set(found) == {"jagged_attention", "gdpa", "block_attention"}
 
@@ -165,7 +167,8 @@ def frozen(folder, *items):
 
 def test_best_implementation_of_the_nearest_record(tmp_path, lengths):
     far = ROW | {"case": "far", "q_max": "512"}
-    wrong_op = ROW | {"case": "windowed", "window": "4"}
+    other = ROW | {"case": "a_window", "window": "4"}
+    untimed = ROW | {"case": "a_failure"}
     folder = frozen(
         tmp_path / "h200",
         (ROW, "v2", "fwd", "time_ms", "3", "ok"),
@@ -174,7 +177,8 @@ def test_best_implementation_of_the_nearest_record(tmp_path, lengths):
         (ROW, "fa4", "fwd", "share_of_bound", "0.25", "ok"),
         (ROW, "v4", "bwd", "time_ms", "", "oom"),
         (far, "v2", "fwd", "time_ms", "0.5", "ok"),
-        (wrong_op, "v3", "fwd", "time_ms", "0.1", "ok"),
+        (other, "v3", "fwd", "time_ms", "0.1", "ok"),
+        (untimed, "v3", "fwd", "time_ms", "", "failed"),
     )
     q = np.array([8, 8, 8, 8])
     given = options(lengths, "--heads", 2, "--dim", 16)
