@@ -290,7 +290,7 @@ def test_text_and_json(lengths, tmp_path, capsys, monkeypatch):
     assert "4 sequences of" in text and "2 heads of 64, bfloat16" in text
     assert "to the longest of all             50.0%      62.5%" in text
     assert "to the longest of the batch       33.3%      40.0%" in text
-    assert "by the records of" in text
+    assert "by the records of" in text and "head_dim 64 is not that of these records" in text
     assert text.endswith("measured times: need an NVIDIA GPU, and torch sees none here\n")
     found = json.loads(out.read_text())
     assert found["padding"]["longest of all"] == {"tokens": 0.5, "pairs": 0.625}
@@ -302,6 +302,8 @@ def test_text_and_json(lengths, tmp_path, capsys, monkeypatch):
     assert found["times"] == {"device": None, "reason": "need an NVIDIA GPU, and torch sees none here", "rows": None}
     assert replay.main(words) == 0
     assert capsys.readouterr().out == text  # the same twice
+    assert replay.main(["--lengths", str(lengths), "--ranks", "4"]) == 0
+    assert "not that of these records" not in capsys.readouterr().out
     assert replay.main([*words, "--chip", "a100", "--kv-lengths", str(lengths)]) == 0
     assert "no shipped records of a100" in (text := capsys.readouterr().out)
     assert "queries" in text and "keys" in text and "block_attention" not in text
