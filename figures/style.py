@@ -121,6 +121,23 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "v2": Look(ORANGE, "s", "--", "//", "V2: 2D"),
         "v3": Look(BLUE, "^", "-", "xx", "V3: fully sharded 2D"),
     },
+    "dense": {
+        "dense_1d": Look(GREY, "o", "-", "..", "1D: FSDP over all GPUs"),
+        "dense_2d": Look(ORANGE, "s", "--", "//", "2D: FSDP x DDP"),
+        "dense_2d_ep": Look(BLUE, "^", "-", "xx", "2D and experts, groups of 128"),
+        "dense_2d_ep_256": Look(SKY, "D", ":", "\\\\", "2D and experts, groups of 256"),
+    },
+    "step_part": {
+        "compute": Look(BLUE, "o", "-", "", "compute"),
+        "wait": Look(ORANGE, "s", "--", "//", "wait for the heaviest rank"),
+        "contention": Look(PURPLE, "D", "-.", "..", "SMs lent to collectives"),
+        "exposed": Look(VERMILION, "^", ":", "xx", "communication not hidden"),
+    },
+    "tier": {
+        "host": Look(GREEN, "o", "-", "", "NVLink, 8 GPUs of a host"),
+        "zone": Look(SKY, "s", "--", "//", "RoCE, 128 GPUs of a zone"),
+        "cross_zone": Look(VERMILION, "^", "-.", "xx", "across zones, 4,096 GPUs"),
+    },
     "module": {
         "tables": Look(LIGHT_GREY, "o", "-", "", "embedding tables"),
         "embedding": Look(GREY, "s", "-", "..", "embedding, projections"),

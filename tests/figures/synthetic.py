@@ -197,11 +197,38 @@ def cpu_records(book: Book) -> None:
             )
 
 
+def jobs(book: Book) -> None:
+    """Modelled jobs of two sizes, without calibration: F15, F16, F22."""
+
+    def add(case, subject, metric, value, impl="assumed", note="not calibrated: no record"):
+        book.add("simulate", case, subject, impl, "model", metric, value, scope="modelled", note=note, run="simulate")
+
+    for gpus in (8, 4096):
+        for index, name in enumerate(("dense_1d", "dense_2d", "dense_2d_ep", "full", "without_ep", "none"), start=1):
+            for metric, value in (("exposed_ms", gpus / index), ("scaling_ratio", 0.1 * index), ("mfu", 0.04 * index)):
+                add(f"large_gpus{gpus}", name, metric, value)
+        for name, share in (("compute", 0.7), ("wait", 0.1), ("contention", 0.05), ("exposed", 0.15)):
+            add(f"large_gpus{gpus}", f"full:{name}", "time_share", share)
+    for factor in (1, 2):
+        for name, value in (("dense_1d", 8.0), ("dense_2d", 4.0), ("dense_2d_ep", 5.0 - factor)):
+            for constant in ("experts", "experts_fast_chip", "zone_bandwidth"):
+                add(f"large_gpus4096_x{factor}", f"{name}@{constant}", "time_ms", value)
+                add(f"large_gpus4096_x{factor}", f"{name}@{constant}", "exposed_ms", value / factor)
+    add("large_gpus4096_x1", "dense_1d@log_latency", "exposed_ms", 3.0)
+    for axis, tier in (("shard", "zone"), ("expert", "host"), ("replica", "cross_zone")):
+        add("large_gpus4096", f"axis_{axis}", "time_ms", 2.0, note=f"{tier}: why; not calibrated")
+        add("large_gpus4096", f"axis_{axis}", "comm_bytes", 3e9, note=f"{tier}: why; not calibrated")
+    for tier, ms in (("host", 0.1), ("zone", 1.0), ("cross_zone", 10.0)):
+        for power in (16, 24, 30):
+            add(f"bytes{2**power}", f"all_gather_{tier}", "time_ms", ms * power)
+
+
 def write(root: Path) -> tuple[Path, Path]:
     """Folders (records, measured) under root, with claims beside the records."""
     cpu = Book({"type": "cpu", "name": "Test CPU", "slug": "cpu", "count": 1})
     gpu = Book({"type": "cuda", "name": "NVIDIA H200", "slug": "h200", "count": 1})
     cpu_records(cpu)
+    jobs(cpu)
     training(cpu, "train", 1.0)
     kernels(gpu)
     others(gpu)

@@ -1,0 +1,71 @@
+"""F15: tiers of the network, what a collective costs on each, and which axis uses which."""
+
+import sys
+
+import pandas as pd
+
+from figures import cli, large_jobs, style
+
+ID = "F15"
+CAPTION = (
+    "Left: time of an all-gather over the bytes gathered, on each tier of the network: a host, a zone, and across "
+    "zones whose links are oversubscribed; small messages pay for hops, large ones for bandwidth. Crosses: the same "
+    "between two GPUs, where such records exist. Right: what each axis of a job of 4,096 GPUs would spend on its tier "
+    "in a step if nothing were hidden, and the bytes that a rank sends. Modelled, from the constants in the run of the "
+    "records; not calibrated unless the title says otherwise."
+)
+AXES = {
+    "axis_shard": "FSDP, all but experts",
+    "axis_expert_shard": "FSDP, experts",
+    "axis_expert": "experts: activations",
+    "axis_replica": "DDP: gradient shards",
+}
+
+
+def draw(source):
+    rows = large_jobs.rows_of(source)
+    curves = rows[rows.subject.str.startswith("all_gather_") & (rows.metric == "time_ms")]
+    curves = curves.assign(tier=curves.subject.str.removeprefix("all_gather_"))
+    curves["mib"] = pd.to_numeric(curves.case.str.removeprefix("bytes")) / 2**20
+    jobs = large_jobs.drawn(rows)
+    axes = jobs[jobs.subject.isin(AXES) & (jobs.metric == "time_ms")]
+    sent = jobs[jobs.metric == "comm_bytes"].set_index("subject").p50
+    figure, panels = style.panels(1, 2, height=2.6)
+    left, right = panels[0]
+    for tier in style.FAMILIES["tier"]:
+        style.line(left, curves[curves.tier == tier], "mib", "p50", "tier", tier)
+    pair = measured(source)
+    if len(pair):
+        left.plot(pair.mib, pair.p50, "x", color=style.INK, label="two GPUs, measured")
+    left.set(xscale="log", yscale="log", xlabel="MiB gathered", ylabel="ms", title="All-gather")
+    left.set_xticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
+    left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    left.minorticks_off()
+    axes = axes.assign(tier=axes.note.str.partition(":")[0]).sort_values("p50")
+    for place, row in enumerate(axes.itertuples()):
+        style.bar(right, place, row.p50, "tier", row.tier, horizontal=True, label=False, width=0.7)
+        right.annotate(f" {sent[row.subject] / 1e9:.2g} GB", (row.p50, place), va="center")
+    right.set_yticks(range(len(axes)), [AXES[name] for name in axes.subject])
+    right.set(xlabel="ms of a step, hidden or not", title=f"{int(axes.gpus.max()):,} GPUs" if len(axes) else "")
+    right.set_xlim(0, 1.25 * axes.p50.max() if len(axes) else 1)
+    right.grid(axis="y", visible=False)
+    figure.suptitle(f"Modelled, {large_jobs.standing(rows)}", x=0.01, ha="left")
+    style.legend(figure, [left])
+    table = pd.concat([curves, axes, jobs[jobs.subject.isin(AXES) & (jobs.metric == "comm_bytes")], pair])
+    columns = ["case", "subject", "impl", "tier", "mib", "metric", "unit", "p50", "scope", "note"]
+    return figure, table.reindex(columns=columns)
+
+
+def measured(source) -> pd.DataFrame:
+    """All-gathers of records with their bytes, which a rank sent to its one peer: half of what is gathered."""
+    rows = source.frame("topology")
+    rows = rows[(rows.status == "ok") & rows.subject.str.startswith("all_gather")]
+    sizes = rows[rows.metric == "comm_bytes"].set_index(["case", "subject", "impl"]).p50
+    times = rows[rows.metric == "time_ms"]
+    keys = list(zip(times.case, times.subject, times.impl, strict=True))
+    times = times.assign(mib=[2 * sizes.get(key, float("nan")) / 2**20 for key in keys])
+    return times[times.mib.notna()]
+
+
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.modules[__name__]))
