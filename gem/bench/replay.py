@@ -197,7 +197,7 @@ def _text_of_ops(found: dict) -> Iterator[str]:
     near = [value["nearest"] for value in found["ops"].values() if value["nearest"]]
     for name in ("head_dim", "dtype"):
         if any(str(found[name]) != row[name] for row in near):
-            yield f"  {name} {found[name]} is not that of these records: see the support matrices in kernels/*/README.md"
+            yield f"  {name} {found[name]} is not that of these records: see the support matrices, kernels/*/README.md"
     if found["records"]:
         yield "  best, compared: fastest first in those records; (ours): the fastest that is no peer"
         yield "  expected: ms, the bound here over the share of its bound that the best reached there"
