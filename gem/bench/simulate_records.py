@@ -13,11 +13,11 @@ all_gather_<tier>                  time of an all-gather of a size on a tier, ca
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 
 from gem import record, workflow
+from gem.cli import Parser
 from gem.parallel import calibration, simulate, topology
 from gem.parallel.assumptions import Assumptions
 from gem.parallel.mesh import Group
@@ -170,7 +170,7 @@ def add_records(run: record.Run, found: calibration.Calibration) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gem.bench.simulate_records", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.bench.simulate_records", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
     parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
     parser.add_argument("--measured", default="data/measured", help="frozen records (default %(default)s)")

@@ -14,13 +14,13 @@ Left out: the optimiser, kernel launches, stragglers other than by load, and oth
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from data.cli import positive, run
+from gem.cli import Parser
 from gem.parallel import assumptions, calibration, mesh
 from gem.parallel import topology as tiers
 from gem.parallel.assumptions import Assumptions
@@ -330,8 +330,8 @@ def text(result: Result) -> list[str]:
     return lines
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m gem.parallel.simulate", description=__doc__.split("\n")[0])
+def parser() -> Parser:
+    found = Parser(prog="python -m gem.parallel.simulate", description=__doc__.split("\n")[0])
     add = found.add_argument
     add("--gpus", type=positive, default=4096, help="default %(default)s")
     add("--plan", help="fsdp=N,ddp=N,ep=N,mp=N; what is left out is filled up (default: groups of the source)")

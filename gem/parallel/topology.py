@@ -14,7 +14,6 @@ use the network ports of all their members.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.cli import positive, run
+from gem.cli import Parser
 from gem.parallel import assumptions, mesh
 from gem.parallel.mesh import Group, Mesh
 
@@ -259,7 +259,7 @@ def orders(axes: Mapping[str, tuple[int, list[tuple[str, float]]]], topology: To
 def main(arguments: list[str] | None = None) -> int:
     from gem.parallel import simulate
 
-    parser = argparse.ArgumentParser(prog="python -m gem.parallel.topology", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m gem.parallel.topology", description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=positive, default=4096, help="default %(default)s")
     parser.add_argument("--plan", default="fsdp=128,ep=2", help="sizes of axes (default %(default)s)")
     parser.add_argument("--preset", default="large", help="model whose messages are placed (default %(default)s)")
