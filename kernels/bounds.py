@@ -24,7 +24,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 OPS = ("jagged_attention", "gdpa", "block_attention", "linear", "norm", "rotary", "quantize")
@@ -224,8 +223,8 @@ class _Work:
 
 def bound(
     op: str,
-    q_lengths: Sequence[int] | torch.Tensor | np.ndarray,
-    kv_lengths: Sequence[int] | torch.Tensor | np.ndarray | None = None,
+    q_lengths: Sequence[int] | torch.Tensor,
+    kv_lengths: Sequence[int] | torch.Tensor | None = None,
     num_heads: int = 1,
     head_dim: int = 128,
     phase: str = "fwd",
@@ -266,7 +265,7 @@ def bound(
     width = num_heads * head_dim
     if op in ("jagged_attention", "gdpa", "block_attention"):
         activation = _activation(op, activation)
-        if (window is not None or op == "block_attention") and kv_lengths is not None and not np.array_equal(q, kv):
+        if (window is not None or op == "block_attention") and kv_lengths is not None and not torch.equal(q, kv):
             raise ValueError(f"{op}: kv_lengths differ from q_lengths; allowed: self-attention with a window or blocks")
         if shared_q and len(set(q.tolist())) > 1:
             raise ValueError("shared_q: q_lengths differ; allowed: equal lengths")
@@ -329,11 +328,13 @@ def _bound_of(op: str, phase: str, chip: Chip, ceilings: Ceilings, kind: str, wo
     )
 
 
-def _lengths(name: str, lengths) -> np.ndarray:
-    values = np.asarray(lengths)
-    if values.ndim != 1 or (len(values) and (values.dtype.kind not in "iu" or values.min() < 0)):
+def _lengths(name: str, lengths) -> torch.Tensor:
+    """Lengths [B] as int64 on the CPU; arrays of other libraries are taken as they are."""
+    values = torch.as_tensor(lengths).cpu()
+    whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    if values.ndim != 1 or (len(values) and (not whole or values.min() < 0)):
         raise ValueError(f"{name}: {values.dtype} of rank {values.ndim}; allowed: non-negative integers [B]")
-    return values.astype(np.int64)
+    return values.to(torch.int64)
 
 
 def _activation(op: str, activation: str | None) -> str:
@@ -347,48 +348,50 @@ def _activation(op: str, activation: str | None) -> str:
     return activation
 
 
-def _pairs(q: np.ndarray, kv: np.ndarray, window: int | None, block: int | None) -> int:
+def _pairs(q: torch.Tensor, kv: torch.Tensor, window: int | None, block: int | None) -> int:
     """Pairs of query and key that count."""
     if block is not None:
         rest = q % block
         return int(((q // block) * block * block + rest * rest).sum())
     if window is not None:
-        reach = np.clip(q - 1, 0, window)
+        reach = (q - 1).clamp(0, window)
         return int((q * (2 * reach + 1) - reach * (reach + 1)).sum())
     return int((q * kv).sum())
 
 
-def _up(x: np.ndarray, multiple: int) -> np.ndarray:
+def _up(x, multiple: int):
+    """x, an integer or a tensor of them, rounded up to a multiple."""
     return -(-x // multiple) * multiple
 
 
 def _tiled_pairs(
-    q: np.ndarray, kv: np.ndarray, tile: tuple[int, int] | None, fine: int, window: int | None, block: int | None
+    q: torch.Tensor, kv: torch.Tensor, tile: tuple[int, int] | None, fine: int, window: int | None, block: int | None
 ) -> int:
     """Pairs in all tiles that hold a pair that counts."""
     if tile is None:
         ways = [_tiles(q, kv, (64, fine), window, block), _tiles(q, kv, (fine, 64), window, block)]
-        return int(np.minimum(*ways).sum())
+        return int(torch.minimum(*ways).sum())
     return int(_tiles(q, kv, tile, window, block).sum())
 
 
-def _tiles(q, kv, tile: tuple[int, int], window: int | None, block: int | None) -> np.ndarray:
+def _tiles(q, kv, tile: tuple[int, int], window: int | None, block: int | None) -> torch.Tensor:
     """Pairs in whole tiles, per sequence."""
     rows, keys = tile
     if block is not None:
         rest = q % block
-        whole = _up(np.int64(block), rows) * _up(np.int64(block), keys)
+        whole = _up(block, rows) * _up(block, keys)
         return (q // block) * whole + _up(rest, rows) * _up(rest, keys)
     if window is None:
         return _up(q, rows) * _up(kv, keys)
-    sizes, inverse = np.unique(q, return_inverse=True)
-    return np.array([_window_tiles(int(n), rows, keys, window) for n in sizes], dtype=np.int64)[inverse]
+    sizes, inverse = torch.unique(q, return_inverse=True)
+    tiles = [_window_tiles(n, rows, keys, window) for n in sizes.tolist()]
+    return torch.tensor(tiles, dtype=torch.int64)[inverse]
 
 
 def _window_tiles(length: int, rows: int, keys: int, window: int) -> int:
-    first = np.arange(0, length, rows)
-    last = np.minimum(first + rows, length) - 1
-    low, high = np.maximum(first - window, 0) // keys, np.minimum(last + window, length - 1) // keys
+    first = torch.arange(0, length, rows)
+    last = (first + rows).clamp(max=length) - 1
+    low, high = (first - window).clamp(min=0) // keys, (last + window).clamp(max=length - 1) // keys
     return int((high - low + 1).sum()) * rows * keys
 
 
@@ -438,7 +441,7 @@ def _rowwise_work(op, rows, width, head_dim, phase, kind, out_features, tensors,
     if op == "linear":
         out = width if out_features is None else out_features
         flops = 2 * rows * width * out * (1 if phase == "fwd" else 2)
-        tiled = flops if rows == 0 else flops // rows * int(_up(np.int64(rows), 64))
+        tiled = flops if rows == 0 else flops // rows * _up(rows, 64)
         element = 2.0 if kind == "bf16" else 1 + 1 / 32
         reads = element * (rows * width + width * out + (0 if phase == "fwd" else rows * out))
         writes = 2.0 * (rows * out if phase == "fwd" else rows * width + width * out)

@@ -181,15 +181,14 @@ def test_imports_are_relative_or_torch_or_triton():
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
             others |= {(name, top) for top in (full.split(".")[0] for full in names) if top not in allowed}
-    assert others == {("gem_kernels/bounds.py", "numpy")}  # declared as the extra "bounds"
+    assert not others
 
 
 def test_every_module_of_the_wheel_imports_with_torch_and_triton_alone(installed):
-    """What cannot be imported names what it needs: TLX its compiler, bounds numpy, kernels in Triton Triton."""
+    """What cannot be imported names what it needs: TLX its compiler, kernels in Triton Triton."""
     names = [name.removesuffix(".py").replace("/", ".") for name in sources(ROOT) if name.endswith(".py")]
     names = [name.removesuffix(".__init__") for name in names]
     missing = {name: what for name, what in run_isolated(IMPORT_ALL, installed, *names).items() if what}
-    assert missing.pop("gem_kernels.bounds") == "numpy"
     allowed = ("triton.language.extra.tlx",) if importlib.util.find_spec("triton") else ("triton",)
     for name, what in missing.items():
         assert what.startswith(allowed), f"{name} needs {what}"

@@ -240,7 +240,7 @@ def test_ceilings_come_from_records(tmp_path):
         ({"kv_lengths": [3]}, "kv_lengths: 1 sequences; allowed: 2"),
         ({"kv_lengths": [3, 5], "window": 4}, "kv_lengths differ"),
         ({"q_lengths": [3, -1]}, "q_lengths"),
-        ({"q_lengths": [3.5, 1.0]}, "q_lengths: float64"),
+        ({"q_lengths": [3.5, 1.0]}, "q_lengths: torch.float"),
         ({"shared_q": True}, "shared_q: q_lengths differ"),
     ],
 )
