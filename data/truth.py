@@ -97,7 +97,8 @@ class Process:
         crossing = t["context"][rows.category, rows.context] + 0.7 * second * third + 0.5 * user_category
         shares = {"ctr": {"impression": 0.6, "click": 0.4}, "cvr": {"click": 0.6, "conversion": 0.4}}[task]
         mix = sum(share * rows.recent_mix[event] for event, share in shares.items())
-        recent = 2.0 * (mix @ t["mood"]) + np.einsum("bf,bf->b", mix @ t["event_factor"], candidate)
+        # Mostly mood: a model has to find the events' categories first, and this says so in one product.
+        recent = 5.0 * (mix @ t["mood"]) + np.einsum("bf,bf->b", mix @ t["event_factor"], candidate)
         motif = np.einsum("bk,bk->b", rows.recent_mix["impression"], rows.old_mix)
         old = rows.old_mix @ t["old_mood"] + 0.5 * np.einsum("bf,bf->b", rows.old_mix @ t["old_factor"], candidate)
         # Centred over the rows that have old events: otherwise the length alone would tell some of this part.

@@ -10,6 +10,7 @@ from torch import nn
 from gem.config import ModelConfig
 from gem.counts import Counts, linear_flops
 from gem.experts import Experts
+from gem.norms import layer_norm
 
 
 class Summary(nn.Module):
@@ -37,7 +38,11 @@ class Summary(nn.Module):
 
 
 class Interaction(nn.Module):
-    """X <- Experts([X, X_sum, H of every event type])."""
+    """X <- Experts([X, X_sum, norm(H) of every event type]).
+
+    A summary is a mean over many events, so it is far smaller than the normalised tokens of X; without its own norm
+    (no weights) the experts are slow to notice the histories.
+    """
 
     def __init__(self, model: ModelConfig, num_event_types: int):
         super().__init__()
@@ -45,7 +50,7 @@ class Interaction(nn.Module):
         self.experts = Experts(model, num_in)
 
     def forward(self, x: torch.Tensor, personal: torch.Tensor, pooled: list[torch.Tensor]) -> torch.Tensor:
-        tokens = torch.cat([x, personal.to(x.dtype), *(item.to(x.dtype) for item in pooled)], 1)
+        tokens = torch.cat([x, personal.to(x.dtype), *(layer_norm(item).to(x.dtype) for item in pooled)], 1)
         return self.experts(x, tokens)
 
     def flops(self, counts: Counts) -> int:
