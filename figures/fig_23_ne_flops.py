@@ -1,9 +1,10 @@
 """F23: normalised entropy against training FLOPs, and against the weight of long-range interactions."""
 
+import math
 import sys
 
 import pandas as pd
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from figures import cli, style, training
 from figures.load import NoDataError, select
@@ -39,6 +40,9 @@ def draw(source):
     if len(floor):
         left.axhline(floor.median(), color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
     left.set(xscale="log", xlabel="FLOPs of the training run", ylabel="NE (click), held out", title="NE against FLOPs")
+    # Runs of one tier often lie within a decade, where a logarithmic axis by itself labels nothing.
+    left.xaxis.set_major_locator(FixedLocator(round_numbers(*left.get_xlim())))
+    left.xaxis.set_major_formatter(FuncFormatter(scientific))
     left.xaxis.set_minor_formatter(NullFormatter())
     for mode in ("full", "window", "block"):
         part = right_rows[right_rows["group"] == mode]
@@ -51,6 +55,24 @@ def draw(source):
     )
     style.legend(figure, [left, right])
     return figure, pd.concat([part for part in (left_rows, right_rows) if len(part)], ignore_index=True)[COLUMNS]
+
+
+def round_numbers(low: float, high: float) -> list[float]:
+    """About five round numbers in [low, high], for a logarithmic axis of any length."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for digits in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 3), (1,)):
+        found = [digit * 10.0**decade for decade in decades for digit in digits]
+        found = [value for value in found if low <= value <= high]
+        if len(found) <= 6:
+            break
+    return found
+
+
+def scientific(value: float, _=None) -> str:
+    """1.5e10 as a product with a power of ten."""
+    exponent = math.floor(math.log10(value) + 1e-9)
+    digit = f"{value / 10**exponent:.2g}"
+    return rf"$10^{{{exponent}}}$" if digit == "1" else rf"${digit}\cdot 10^{{{exponent}}}$"
 
 
 def against_flops(source) -> pd.DataFrame:
