@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -331,6 +332,17 @@ def output_folder(arguments: argparse.Namespace) -> Path:
     return Path("results", arguments.run, arguments.experiment, *case, arguments.variant)
 
 
+def _where(error: OSError, arguments: argparse.Namespace) -> str:
+    """One line for a failed read or write; a full disk says which folder, and that nothing half-written counts."""
+    text = " ".join(str(error).split())
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"no space left while writing under {output_folder(arguments)} ({text}); free some and run again with "
+            "--resume: nothing half-written counts as done"
+        )
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
@@ -358,7 +370,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run:
             case = arguments.case or data.train.schema.name
             report.record(config, summary, tier=arguments.run, experiment=arguments.experiment, case=case)
-    except (ValueError, OSError, DivergedError, NotImplementedError) as error:
+    except OSError as error:
+        print(f"gem.train: {_where(error, arguments)}", file=sys.stderr)
+        return 1
+    except (ValueError, DivergedError, NotImplementedError) as error:
         print(f"gem.train: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(report.one_line(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -107,6 +108,20 @@ def test_max_steps_caps_epochs_and_says_so(data, tmp_path, capsys):
     assert run(data, tmp_path / "given", steps=3, config=config)["identity"]["total_steps"] == 3
     with pytest.raises(ValueError, match="train max_steps: 0 is out of range"):
         tiny.config(train={"max_steps": 0})
+
+
+@pytest.mark.parametrize("call", ["write_json", "save"])
+def test_a_full_disk_is_one_line_that_names_the_folder(folder, tmp_path, monkeypatch, capsys, call):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(report if call == "write_json" else checkpoint, call, full)
+    output = tmp_path / "out"
+    words = ["--variant", "baseline_varlen", "--data", str(folder), "--output", str(output), "--seeds", "0"]
+    assert train.main([*words, "--steps", "2", "--batch-size", "8", "--checkpoint-every", "1", "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gem.train: no space left while writing under {output} (") and error.count("\n") == 1
+    assert not (output / "summary.json").exists() and not list(output.rglob("result.json"))
 
 
 def test_same_seed_same_run_other_seed_other_run(data, tmp_path):
