@@ -19,11 +19,12 @@ AXES = ("shard", "replica", "expert", "model_parallel")
 
 @dataclass(frozen=True)
 class Group:
-    """Groups of `size` ranks, `stride` apart, that tile the job."""
+    """Groups of `size` ranks, `stride` apart, that tile the job of `job` ranks (0: as many as you like)."""
 
     name: str
     size: int
     stride: int
+    job: int = 0
 
     def ranks(self, rank: int) -> list[int]:
         """Ranks of the group that `rank` belongs to."""
@@ -80,7 +81,7 @@ class Mesh:
         }
         if name not in layout:
             raise ValueError(f"mesh: group {name!r} is unknown; allowed: {', '.join(layout)}")
-        return Group(name, *layout[name])
+        return Group(name, *layout[name], self.gpus)
 
     def describe(self) -> str:
         return (

@@ -306,9 +306,20 @@ def placement_text(preset: str, plan: Mesh, network: Topology) -> list[str]:
     value = network.values
     work = of_preset(preset, value["param_bytes"])
     tiers.check_plan(plan, network, work.params, work.num_experts)
-    placed = tiers.place(plan, network, volumes(work, plan, value))
+    sent = volumes(work, plan, value)
+    placed = tiers.place(plan, network, sent)
     lines = [f"preset {preset}, {plan.gpus:,} GPUs: {plan.describe()}"]
     lines += [f"{item.axis:<13}{item.group.size:>5} ranks, {item.tier:<11}{item.reason}" for item in placed]
+    # axes that nest freely: parameters that all experts share lie on two of them at once
+    sizes = {"expert": plan.expert, "expert_shard": plan.shard // plan.expert, "replica": plan.replica}
+    axes = {name: (size, sent[name][1]) for name, size in sizes.items() if size > 1 and name in sent}
+    if len(axes) > 1:
+        best, *_, worst = tiers.orders(axes, network)
+        places = ", ".join(f"{name} ({tier})" for name, tier in zip(best.axes, best.tiers, strict=True))
+        lines.append(
+            f"cheapest nesting from the inside out: {places}: {best.seconds * 1e3:.3g} ms, the dearest "
+            f"{worst.seconds * 1e3:.3g} ms"
+        )
     return lines
 
 

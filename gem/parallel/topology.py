@@ -70,7 +70,10 @@ class Topology:
             room = int(self.values[f"{tier}_gpus"])
             block = group.size * group.stride
             members = group.size if block <= room else max(1, room // group.stride)
-            even = room % block == 0 if block <= room else (room % group.stride == 0 or group.stride % room == 0)
+            if block <= room:
+                even = room % block == 0 or 0 < group.job <= room
+            else:
+                even = room % group.stride == 0 or group.stride % room == 0
             if not even or group.size % members:
                 raise ValueError(
                     f"topology: {group.name} groups of {group.size}, {group.stride} apart, straddle {tier}s of {room} "
@@ -257,19 +260,22 @@ def orders(axes: Mapping[str, tuple[int, list[tuple[str, float]]]], topology: To
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from gem.parallel import simulate
+    from gem.parallel import calibration, simulate
 
     parser = Parser(prog="python -m gem.parallel.topology", description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=positive, default=4096, help="default %(default)s")
     parser.add_argument("--plan", default="fsdp=128,ep=2", help="sizes of axes (default %(default)s)")
     parser.add_argument("--preset", default="large", help="model whose messages are placed (default %(default)s)")
+    parser.add_argument("--measured", default="data/measured", help="frozen records (default %(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change an assumption")
     options = parser.parse_args(arguments)
-    values = assumptions.Assumptions().with_values(dict(assumptions.parse(item) for item in options.set))
+    found = calibration.load(options.measured)
+    given = dict(assumptions.parse(item) for item in options.set)
+    values = found.values.with_values(given, source="given on the command line")
     plan, topology = mesh.parse(options.plan, options.gpus), Topology(values)
     for line in simulate.placement_text(options.preset, plan, topology):
         print(line)
-    print("not calibrated: constants are the assumptions of gem/parallel/assumptions.py")
+    print(found.text())
     return 0
 
 

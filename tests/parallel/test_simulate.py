@@ -315,6 +315,7 @@ def test_the_command_line_prints_the_decomposition_and_its_standing(capsys, tmp_
     arguments = ["--gpus", "512", "--plan", "fsdp=128,ddp=4,ep=2", "--measured", str(tmp_path)]
     assert model.main(arguments) == 0
     out = capsys.readouterr().out
+    assert "cheapest nesting from the inside out: expert (host), expert_shard (zone), replica" in out
     assert "E2E MFU" in out and "expert_shard" in out and out.strip().splitlines()[-1].startswith("not calibrated: ")
     changed = model.main([*arguments, "--set", "zone_bandwidth=10e9", "--sparse", "v2", "--gathers", "sm"])
     assert changed == 0 and capsys.readouterr().out != out

@@ -94,7 +94,9 @@ def test_spans():
     ]  # fmt: skip
     span = NET.span(Group("experts", 64, 2))
     assert (span.in_host, span.in_zone, span.hosts, span.zones) == (4, 16, 16, 4)
-    for group in (Group("g", 3, 4), Group("g", 6, 1), Group("g", 12, 1), Group("g", 4, 3)):
+    # 24 GPUs are three hosts of one zone; a job of 96 would cut zones of 32 in the middle of a group
+    assert NET.span(Group("g", 24, 1, job=24)).hosts == 3
+    for group in (Group("g", 24, 1, job=96), Group("g", 3, 4), Group("g", 6, 1), Group("g", 12, 1), Group("g", 4, 3)):
         with pytest.raises(ValueError, match="straddle"):
             NET.span(group)
     with pytest.raises(ValueError, match="unknown; allowed: all_gather"):
