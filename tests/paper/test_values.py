@@ -164,11 +164,12 @@ def test_sizes_of_presets_are_a_table(tmp_path):
         for module, params, operations in (("pooling", 2500, 1.5e6), ("dense", 2500, 1.5e6), ("total", 4500, 1.5e6)):
             common = {"case": "smoke", "subject": module, "impl": "closed_form", "phase": "model"}
             part.add(**common, metric="params", p50=params)
+            part.add(**common, metric="param_bytes", p50=4 * params)
             part.add(**common, metric="flops_per_sample", p50=operations)
     record_store.merge(tmp_path / "smoke" / "records")
     (item,) = summaries.model(Source(tmp_path / "smoke" / "records", tmp_path / "none", PUBLISHED))
-    assert item["header"] == ["module", "smoke: params", "smoke: FLOPs"]
-    assert item["rows"] == [["pooling", "2.5 k", "1.5 M"], ["total", "4.5 k", "1.5 M"]]
+    assert item["header"] == ["module", "smoke: params", "smoke: bytes", "smoke: FLOPs"]
+    assert item["rows"] == [["pooling", "2.5 k", "10 k", "1.5 M"], ["total", "4.5 k", "18 k", "1.5 M"]]
 
 
 def test_numbers_for_readers():
