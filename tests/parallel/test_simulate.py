@@ -331,3 +331,15 @@ def test_the_command_line_prints_the_decomposition_and_its_standing(capsys, tmp_
 def test_results_are_repeatable():
     first, second = (simulate(of_preset("base"), scenario(64), DEFAULT) for _ in range(2))
     assert dataclasses.asdict(first) == dataclasses.asdict(second)
+
+
+@pytest.mark.parametrize("preset", ["base", "large"])
+def test_activations_of_expert_parallelism_are_those_of_t05(preset):
+    """The table of the report counts the same bytes from the preset's sizes alone."""
+    from figures import tab_05_dense
+    from gem.config import PRESETS
+
+    plan = Mesh(128, 128, expert=tab_05_dense.EXPERTS)
+    calls = model.volumes(of_preset(preset), plan, DEFAULT)["expert"][1]
+    sent = sum(sum_of(op, size, plan.expert) for op, size in calls)
+    assert sent / 2**20 == pytest.approx(tab_05_dense.activations(dataclasses.asdict(PRESETS[preset])))
