@@ -56,6 +56,7 @@ STUBS = {
     "gem/bench/activations.py": STUB_BENCH.replace("NAME", '"activations"'),
     "gem/bench/mx_errors.py": STUB_BENCH.replace("NAME", '"mx"'),
     "gem/bench/modelled.py": STUB_BENCH.replace("NAME", '"model"'),
+    "gem/bench/simulate_records.py": STUB_BENCH.replace("NAME", '"simulate"'),
     "data/synthesize.py": STUB_DATA,
     "data/validate.py": STUB_DATA,
 }

@@ -10,7 +10,9 @@ from gem import job, record_store
 
 from .conftest import Workplace
 
-BENCHES = {f"bench_{name}" for name in ("activations", "balance", "kernels", "modelled", "mx_errors", "windows")}
+BENCHES = {
+    f"bench_{name}" for name in ("activations", "balance", "kernels", "modelled", "mx_errors", "simulate", "windows")
+}
 MEASURED = ("train", "bench", "ablations")
 
 
