@@ -6,13 +6,20 @@ has ID, CAPTION and build(source) -> DataFrame of strings and numbers.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
 import pandas as pd
 
 from figures.load import Source
-from gem.cli import Parser
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors of one line, as everywhere. Figures import nothing of gem, so the class stands here again."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; allowed: see --help\n")
 
 
 def main(module, argv: list[str] | None = None) -> int:

@@ -34,13 +34,19 @@ def batch_rows(lengths: np.ndarray, batch_size: int, seed: int, epoch: int, bala
         raise ValueError(f"balance: unknown value {balance!r}; allowed: none, local, bbs")
     if batch_size % SUB_BATCHES:
         raise ValueError(f"balance {balance}: batch size {batch_size} is not divisible by {SUB_BATCHES} sub-batches")
-    pool = max(n for n in range(1, POOL_BATCHES + 1) if num_batches % n == 0) * SUB_BATCHES
-    plan = balancing.plan(
-        np.asarray(lengths)[rows][None],
-        batch_size,
-        balance,
-        pool=pool,
-        sub_batch=batch_size // SUB_BATCHES,
-        rng=np.random.default_rng([seed, epoch, 1]),
-    )
-    return rows[plan[:, 0]]
+    whole = num_batches - num_batches % POOL_BATCHES
+    batches = []
+    for part, (first, last) in enumerate(((0, whole), (whole, num_batches))):  # full pools, then what is left
+        if first == last:
+            continue
+        own = rows[first * batch_size : last * batch_size]
+        plan = balancing.plan(
+            np.asarray(lengths)[own][None],
+            batch_size,
+            balance,
+            pool=min(POOL_BATCHES, last - first) * SUB_BATCHES,
+            sub_batch=batch_size // SUB_BATCHES,
+            rng=np.random.default_rng([seed, epoch, 1 + part]),
+        )
+        batches.append(own[plan[:, 0]])
+    return np.concatenate(batches)

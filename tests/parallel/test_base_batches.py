@@ -71,3 +71,14 @@ def test_the_trainer_trains_what_was_merged(tmp_path, monkeypatch):
         assert len(training) >= 6 and np.array_equal(training[-6:], wanted)
     plain, merged = (batch_rows(data.train.sequence_lengths(), 16, 3, 0, name) for name in ("none", "bbs"))
     assert not np.array_equal(plain, merged)
+
+
+@pytest.mark.parametrize("batches", [11, 13, 17])
+@pytest.mark.parametrize("balance", ["local", "bbs"])
+def test_a_prime_number_of_batches_is_balanced_too(balance, batches):
+    """Pools of eight batches and a smaller one for the rest: no row is lost, and the heaviest batch gets lighter."""
+    lengths = np.random.default_rng(0).lognormal(4, 1.2, batches * 64).astype(np.int64) + 1
+    plain = batch_rows(lengths, 64, 1, 0)
+    dealt = batch_rows(lengths, 64, 1, 0, balance)
+    assert sorted(dealt.ravel().tolist()) == sorted(plain.ravel().tolist())
+    assert lengths[dealt].sum(1).max() < lengths[plain].sum(1).max()
