@@ -204,9 +204,7 @@ def check_table(table: pa.Table, manifest: dict, path: str, first: int, clock: i
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m data.validate", description="Check a dataset against its manifest."
-    )
+    parser = Parser(prog="python -m data.validate", description="Check a dataset against its manifest.")
     parser.add_argument("directory", metavar="DIR")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
