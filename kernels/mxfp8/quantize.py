@@ -234,7 +234,8 @@ def round_to_mx(
     values = _pad_dims(x.float(), dims)
     uniform = None
     if stochastic:
-        uniform = formats.counter_uniform(values.numel(), formats.draw_seed(None, x.device)).view(values.shape)
+        # torch's own generator: the counted numbers of `quantize` cost ten passes, and nothing here reads the bytes.
+        uniform = torch.rand(values.shape, device=values.device)
     rounded = None if stochastic else _round_plainly(values, dims, dtype, scale_mode)
     if rounded is None:
         data, scale = _encode(values, dims, dtype, scale_mode, uniform)
