@@ -90,6 +90,14 @@ class Checkpointing(StrEnum):
     REGION = "region"
 
 
+class SavedActivations(StrEnum):
+    """Format in which a layer's saved tensors wait for the backward."""
+
+    FULL = "full"
+    FP8 = "fp8"
+    MX4 = "mx4"
+
+
 class Balance(StrEnum):
     NONE = "none"
     LOCAL = "local"
@@ -117,6 +125,7 @@ class Toggles:
     precision: Precision = Precision.BF16
     mx_recipe: MxRecipe = MxRecipe.NONE
     checkpointing: Checkpointing = Checkpointing.NONE
+    saved_activations: SavedActivations = SavedActivations.FULL
     balance: Balance = Balance.NONE
     compile: Switch = Switch.OFF
     optimizer: OptimizerMode = OptimizerMode.FOREACH
@@ -155,6 +164,7 @@ TOGGLE_TYPES: dict[str, type[StrEnum]] = {
     "precision": Precision,
     "mx_recipe": MxRecipe,
     "checkpointing": Checkpointing,
+    "saved_activations": SavedActivations,
     "balance": Balance,
     "compile": Switch,
     "optimizer": OptimizerMode,
@@ -281,8 +291,11 @@ class TrainConfig:
     eval_batch_size: int = 512
     steps: int | None = None  # overrides epochs
     max_steps: int | None = None  # a cap on epochs, so that a log of any size trains in bounded time
+    checkpoint_budget: float = 0.5  # share of the activations kept where column checkpointing is not "none"
 
     def __post_init__(self):
+        if not 0 <= self.checkpoint_budget <= 1:
+            raise ValueError(f"train checkpoint_budget: {self.checkpoint_budget!r}; must be in [0, 1]")
         for name in ("batch_size", "epochs", "eval_batch_size"):
             _positive(f"train {name}", getattr(self, name))
         for name in ("steps", "max_steps"):

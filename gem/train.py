@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from gem import checkpoint, checkpointing, evaluate, hardware, metrics, report
 from gem import compile as compilation
 from gem import config as configuration
 from gem.cli import Parser
-from gem.config import Config, Precision
+from gem.config import Checkpointing, Config, Precision
 from gem.counts import Counts
 from gem.dataset import Batch, Split, prefetch
 from gem.diagnose import first_bad_tensor
@@ -64,8 +65,19 @@ def build(config: Config, data: Data, seed: int, device: torch.device) -> GEM:
         from gem import precision
 
         precision.apply(model, config)
-    compilation.apply(model, config.implementations.compile)
-    return checkpointing.apply(model, config.toggles.checkpointing)
+    mode, backend = config.toggles.checkpointing, config.implementations.compile
+    if mode is Checkpointing.NONE:  # else its regions are compiled one by one
+        compilation.apply(model, backend)
+    saved, budget = config.toggles.saved_activations, config.train.checkpoint_budget
+    sample = functools.partial(_forward_of_a_sample, model, config, data, device)
+    return checkpointing.apply(model, mode, backend=backend, budget=budget, saved=saved, forward=sample)
+
+
+def _forward_of_a_sample(model: GEM, config: Config, data: Data, device: torch.device):
+    """The model on the first batch of the data, as a training step runs it."""
+    rows = np.arange(min(config.train.batch_size, data.train.num_rows))
+    with autocast(config, device):
+        return model(data.train.batch(rows).to(device))
 
 
 def _base_rate(split: Split, task: str) -> float:

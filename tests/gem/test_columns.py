@@ -43,6 +43,7 @@ EFFECTS = {
     "mx_recipe": ("numbers", MX, {
         name: {} for name in ("naive", "rceil", "hadamard", "stochastic", "wgrad_high", "late_bf16", "full")}),
     "checkpointing": ("ops", {}, {"none": {}, "uniform": {}}),
+    "saved_activations": ("numbers", {}, {"full": {}, "fp8": {}, "mx4": {}}),
     "balance": ("order", {}, {"none": {}, "local": {}, "bbs": {}}),
     "compile": ("wrapped", {}, {"off": {}, "on": {}}),
     "optimizer": ("ops", {}, {"foreach": {}, "fused": {}}),

@@ -21,7 +21,8 @@ ROW = {
     "variant": "tiny", "group": "baseline", "base": "", "layout": "jagged", "attention_impl": "varlen",
     "gdpa_impl": "eager",
     "self_attention": "full", "rotary": "separate", "norm": "separate", "compskip": "off", "pooling": "pma",
-    "sequence": "on", "precision": "bf16", "mx_recipe": "none", "checkpointing": "none", "balance": "none",
+    "sequence": "on", "precision": "bf16", "mx_recipe": "none", "checkpointing": "none", "saved_activations": "full",
+    "balance": "none",
     "compile": "off", "optimizer": "foreach", "note": "",
 }  # fmt: skip
 
