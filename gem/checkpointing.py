@@ -13,7 +13,7 @@ most milliseconds. `uniform` gives every region the same budget; `region` measur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -58,21 +58,23 @@ def set_budgets(model: GEM, budgets: Mapping[str, float], backend: str) -> None:
         region = known[name]
         plain = type(region).forward.__get__(region)
         if backend != "eager":
-            region.forward = _within(budget, compilation.compiled(plain, backend))
+            region.forward = compilation.compiled(plain, _within(float(budget), backend))
         elif budget < 1:
             region.forward = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
         else:
             region.forward = plain
 
 
-def _within(budget: float, call: Callable) -> Callable:
-    """The compiled call under a memory budget: the partitioner reads it when a graph is made, at the first call."""
+@lru_cache
+def _within(budget: float, backend: str) -> Callable:
+    """A torch.compile backend whose partitioner keeps at most this share. An object of its own for each budget: the
+    compiler reuses a graph of the same code only for the same backend."""
 
-    def run(*inputs):
+    def within_budget(graph, inputs):
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            return call(*inputs)
+            return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    return run
+    return within_budget
 
 
 def apply(

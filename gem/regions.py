@@ -105,13 +105,12 @@ def measure(
     Leaves the regions at the last level and no gradient behind. The first call of a level, which may compile, is not
     timed.
     """
-    inputs = _inputs(forward, regions)
-    context = _autocast_of(inputs)
+    inputs, contexts = _inputs(forward, regions)
     points = []
     for level in levels:
         set_budgets(model, dict.fromkeys(regions, level))
         for name, region in regions.items():
-            with context:
+            with torch.autocast(**contexts[name]):
                 _run(region, inputs[name])
                 memory = _kept_bytes(region, inputs[name]) / GIB
                 times = [_run(region, inputs[name]) for _ in range(REPEATS)]
@@ -120,13 +119,20 @@ def measure(
     return points
 
 
-def _inputs(forward: Callable[[], object], regions: Mapping[str, nn.Module]) -> dict[str, tuple]:
-    """Detached inputs of each region in one forward pass."""
-    seen: dict[str, tuple] = {}
+def _inputs(forward: Callable[[], object], regions: Mapping[str, nn.Module]) -> tuple[dict, dict]:
+    """Detached inputs of each region in one forward pass, and the autocast state that it ran under."""
+    inputs: dict[str, tuple] = {}
+    contexts: dict[str, dict] = {}
 
     def keep(name):
         def hook(_, args):
-            seen[name] = tree_map(_leaf, args)
+            inputs[name] = tree_map(_leaf, args)
+            device = next((x.device.type for x in tree_flatten(args)[0] if isinstance(x, torch.Tensor)), "cpu")
+            contexts[name] = {
+                "device_type": device,
+                "dtype": torch.get_autocast_dtype(device),
+                "enabled": torch.is_autocast_enabled(device),
+            }
 
         return hook
 
@@ -137,19 +143,13 @@ def _inputs(forward: Callable[[], object], regions: Mapping[str, nn.Module]) -> 
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return inputs, contexts
 
 
 def _leaf(value):
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.is_floating_point())
     return value
-
-
-def _autocast_of(inputs: Mapping[str, tuple]):
-    """The caller's autocast state, explicitly: what `measure` times must run as the step does."""
-    device = next((x.device.type for x in tree_flatten(inputs)[0] if isinstance(x, torch.Tensor)), "cpu")
-    return torch.autocast(device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device))
 
 
 def _outputs(region: nn.Module, inputs: tuple) -> list[torch.Tensor]:

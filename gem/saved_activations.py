@@ -29,7 +29,8 @@ def quantised(model: nn.Module, kind: str) -> Callable:
     """A stand-in for GEM.run_layer: runs a layer with its saved tensors packed as `kind` ("fp8" or "mx4").
 
     Parameters and their copies in lower precision stay as they are: a tensor whose shape, or that of its transpose, is
-    a parameter's is not packed. ValueError: unknown format.
+    a parameter's is not packed; nor are the row statistics of an attention, [heads, rows], which must stay exact and
+    may be infinite. ValueError: unknown format.
     """
     if kind not in FORMATS:
         raise ValueError(f"saved activations: unknown format {kind!r}; allowed: {', '.join(FORMATS)}")
@@ -40,7 +41,8 @@ def quantised(model: nn.Module, kind: str) -> Callable:
 
     def pack(value: torch.Tensor):
         small = value.numel() < MIN_ELEMENTS or value.dim() < 2 or tuple(value.shape) in shapes
-        if small or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        statistics = value.numel() < value.shape[-1] ** 2  # an activation has more rows than columns, [heads, rows] not
+        if small or statistics or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return value
         key = (value.data_ptr(), value.shape, value.stride(), value._version)
         storage, packed = recent.get(key, (None, None))

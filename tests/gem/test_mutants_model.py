@@ -217,6 +217,8 @@ BREAKS = {
                    test_columns.test_a_flip_changes_what_runs, {"column": "mx_recipe"})],
     "checkpointing": [("recomputed_without_gradient", checkpointing, "checkpoint", recomputed_without_gradient,
                        M.test_checkpointing_changes_nothing, {})],
+    "saved_activations": [("nothing_is_packed", checkpointing, "quantised", lambda old: lambda model, kind: model.run_layer,
+                           test_columns.test_a_flip_changes_what_runs, {"column": "saved_activations"})],
     "balance": [("heaviest_with_heaviest", balance, "merge_pairs", heaviest_with_heaviest,
                  test_balance.test_larger_pools_are_better_and_close_to_dealing_samples, {}),
                 ("zigzag_without_its_turn", test_balance, "zigzag", same_direction_each_round,
