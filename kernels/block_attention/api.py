@@ -33,7 +33,8 @@ def _check(q, k, v, offsets, block_size, scale, rotary):
             raise ValueError(f"{op}: rotary is {type(rotary).__name__}; allowed: None or Rotary(cos, sin)")
         check_tables(op, q, rotary.cos, rotary.sin)
     scale = q.shape[-1] ** -0.5 if scale is None else check_scale(op, scale)
-    return scale, () if rotary is None else ("rotary",)
+    features = ("rotary",) * (rotary is not None) + ("block_size",) * (block_size != 64)
+    return scale, features
 
 
 def block_attention(

@@ -1,4 +1,7 @@
-"""The Triton block attention kernels on the GPU they are made for (`pytest -m gpu tests/gpu/test_block_gpu.py`)."""
+"""The block attention kernels on the GPU they are made for (`pytest -m gpu tests/gpu/test_block_gpu.py`).
+
+Triton's anywhere from sm_80 on; TLX's on a Hopper GPU with fbtriton in place of stock Triton (envs/gpu-tlx.txt).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import torch
 
 from kernels import Rotary, block_attention
 from kernels.block_attention import triton_block
+from kernels.block_attention.api import REGISTRY
+from kernels.jagged import lengths_to_offsets
+from kernels.registry import Case
 from kernels.testing import make_inputs
 
 from ..kernels import test_block_triton as checks
@@ -15,6 +21,16 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 BF16, HALF, FULL = torch.bfloat16, torch.float16, torch.float32
 LAYOUTS = pytest.mark.parametrize("layout", checks.LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def tlx():
+    reason = REGISTRY.why_not("tlx", Case.of(torch.empty(1, 1, 128, dtype=BF16, device=DEVICE)))
+    if reason is not None:
+        pytest.skip(f"tlx {reason}")
+    from kernels.block_attention import tlx
+
+    return tlx
 
 
 @LAYOUTS
@@ -76,3 +92,104 @@ def test_the_op_compiles_without_graph_breaks():
     expected = torch.autograd.grad(o, (inputs.q, inputs.k, inputs.v), inputs.do)
     for x, e in zip(torch.autograd.grad(compiled, (inputs.q, inputs.k, inputs.v), inputs.do), expected, strict=True):
         assert torch.equal(x, e)
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("dtype", "head_dim"), [(BF16, 128), (BF16, 64), (HALF, 128)])
+def test_tlx_at_every_length(tlx, layout, dtype, head_dim):
+    batches = [*checks.LENGTHS, (0,), (64,), (128, 1, 191)]
+    checks.lengths(checks.LAYOUTS[layout], DEVICE, dtype, head_dim, batches, min_snr=45, module=tlx)
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("heads", "head_dim"), [(4, 128), (1, 128), (3, 64)])
+def test_tlx_over_many_blocks(tlx, layout, heads, head_dim):
+    """Several rounds of every ring of buffers, odd and even numbers of blocks a program; twice the same bits."""
+    lengths = torch.randint(0, 700, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    sizes = {"num_heads": heads, "head_dim": head_dim, "spare_rows": 77}
+    inputs = make_inputs("block_attention", lengths, dtype=BF16, device=DEVICE, **sizes)
+    settings = checks.settings_of(inputs, checks.LAYOUTS[layout])
+    first = checks.run(inputs, module=tlx, **settings)
+    checks.expect(first, inputs, min_snr=45, **settings)
+    for x, e in zip(checks.run(inputs, module=tlx, **settings), first, strict=True):
+        assert torch.equal(x, e)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("on", [("q",), ("k", "v")])
+def test_tlx_turns_what_it_is_told_to(tlx, interleaved, on):
+    inputs = make_inputs("block_attention", (3, 70), num_heads=3, head_dim=128, dtype=BF16, device=DEVICE)
+    settings = checks.settings_of(inputs, interleaved, 64, on)
+    checks.expect(checks.run(inputs, module=tlx, **settings), inputs, min_snr=45, **settings)
+
+
+def test_tlx_neighbours_and_company(tlx):
+    checks.neighbours(DEVICE, BF16, 128, module=tlx)
+    checks.company(DEVICE, BF16, 128, module=tlx)
+
+
+@LAYOUTS
+def test_tlx_writes_between_its_guards(tlx, layout, monkeypatch):
+    """Rows before and behind the outputs stay as they are."""
+    inputs = make_inputs("block_attention", (70, 3, 129), num_heads=3, head_dim=128, dtype=BF16, device=DEVICE)
+    settings = checks.settings_of(inputs, checks.LAYOUTS[layout])
+    empty, buffers = torch.empty, []
+
+    def guarded(shape, **keywords):
+        if len(shape) != 3:
+            return empty(shape, **keywords)
+        buffers.append(empty((shape[0] + 128, *shape[1:]), **keywords).fill_(7.0))
+        return buffers[-1][64:-64]
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets)
+    tlx.forward_with(None, *arguments, **settings)
+    tlx.backward_with(None, inputs.do, *arguments, **settings)
+    assert len(buffers) == 4
+    for buffer in buffers:
+        assert (buffer[:64] == 7).all() and (buffer[-64:] == 7).all() and not (buffer[64:-64] == 7).all()
+
+
+@LAYOUTS
+def test_tlx_takes_views_of_a_fused_buffer(tlx, layout):
+    q, k, v = torch.randn(200, 3, 4, 128, device=DEVICE, dtype=BF16).unbind(1)
+    offsets = lengths_to_offsets(torch.tensor([100, 0, 70])).to(DEVICE)
+    angles = torch.rand(200, 64, device=DEVICE)
+    interleaved = checks.LAYOUTS[layout]
+    rotary = None if interleaved is None else Rotary(angles.cos(), angles.sin(), interleaved)
+
+    def call(*tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        o = block_attention(*leaves, offsets, rotary=rotary, impl="tlx")
+        return o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    for x, e in zip(call(q, k, v), call(*(x.contiguous() for x in (q, k, v))), strict=True):
+        assert torch.equal(x, e)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_tlx_configuration(tlx, layout, head_dim):
+    inputs = make_inputs("block_attention", (130, 0, 61), num_heads=4, head_dim=head_dim, dtype=BF16, device=DEVICE)
+    settings = checks.settings_of(inputs, checks.LAYOUTS[layout])
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets)
+    for phase in tlx.PHASES:
+        for config in tlx.candidates(phase, head_dim):
+            if phase == "fwd":
+                gradients = tlx.backward_with(None, inputs.do, *arguments, **settings)
+                actual = (tlx.forward_with(config, *arguments, **settings), *gradients)
+            else:
+                actual = (
+                    tlx.forward_with(None, *arguments, **settings),
+                    *tlx.backward_with(config, inputs.do, *arguments, **settings),
+                )
+            checks.expect(actual, inputs, min_snr=45, **settings)
+
+
+def test_tlx_refuses_other_blocks(tlx):
+    inputs = make_inputs("block_attention", (70,), head_dim=64, dtype=BF16, device=DEVICE)
+    with pytest.raises(ValueError, match="impl 'tlx' needs block_size 64"):
+        block_attention(inputs.q, inputs.k, inputs.v, inputs.q_offsets, block_size=32, impl="tlx")
+    o = block_attention(inputs.q, inputs.k, inputs.v, inputs.q_offsets, block_size=32)
+    by_triton = block_attention(inputs.q, inputs.k, inputs.v, inputs.q_offsets, block_size=32, impl="triton")
+    assert torch.equal(o, by_triton)

@@ -24,13 +24,13 @@ def settings_of(inputs, interleaved, block_size=64, on=("q", "k", "v")):
     return {"block_size": block_size, "scale": inputs.q.shape[-1] ** -0.5, "rotary": rotary}
 
 
-def run(inputs, config=None, **settings):
-    """(o, dq, dk, dv) of the kernels, uninitialised memory full of NaN."""
+def run(inputs, config=None, module=triton_block, **settings):
+    """(o, dq, dk, dv) of a module's kernels, uninitialised memory full of NaN."""
     arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets)
     with poisoned():
         return (
-            forward_with(config, *arguments, **settings),
-            *backward_with(config, inputs.do, *arguments, **settings),
+            module.forward_with(config, *arguments, **settings),
+            *module.backward_with(config, inputs.do, *arguments, **settings),
         )
 
 
@@ -47,11 +47,14 @@ def expect(actual, inputs, roundings=8.0, min_snr=None, **settings):
             assert snr_db(x, r) > min_snr, (name, snr_db(x, r))
 
 
-def lengths(interleaved, device="cpu", dtype=torch.float32, head_dim=32, batches=LENGTHS, min_snr=None, block_size=64):
+def lengths(
+    interleaved, device="cpu", dtype=torch.float32, head_dim=32, batches=LENGTHS, min_snr=None, block_size=64,
+    module=triton_block,
+):  # fmt: skip
     for batch in batches:
         inputs = make_inputs("block_attention", batch, head_dim=head_dim, dtype=dtype, device=device, spare_rows=2)
         settings = settings_of(inputs, interleaved, block_size)
-        expect(run(inputs, **settings), inputs, min_snr=min_snr, **settings)
+        expect(run(inputs, module=module, **settings), inputs, min_snr=min_snr, **settings)
 
 
 def block_sizes(device="cpu", dtype=torch.float32, head_dim=32):
@@ -72,30 +75,30 @@ def head_groups(device="cpu", dtype=torch.float32, head_dim=24):
             expect(run(inputs, Config(2, 4, 1), **settings), inputs, **settings)
 
 
-def neighbours(device="cpu", dtype=torch.float32, head_dim=32):
+def neighbours(device="cpu", dtype=torch.float32, head_dim=32, module=triton_block):
     """NaN in the middle sequence, and in another block of the same sequence, reaches nobody."""
     batch = (64 + 5, 1, 64)
     clean = make_inputs("block_attention", batch, head_dim=head_dim, dtype=dtype, device=device)
     for interleaved in LAYOUTS.values():
-        expected = run(clean, **settings_of(clean, interleaved))
+        expected = run(clean, module=module, **settings_of(clean, interleaved))
         dirty = make_inputs("block_attention", batch, head_dim=head_dim, dtype=dtype, device=device)
         for t in (dirty.q, dirty.k, dirty.v, dirty.do, dirty.cos, dirty.sin):
             t[64:70] = float("nan")
-        for x, e in zip(run(dirty, **settings_of(dirty, interleaved)), expected, strict=True):
+        for x, e in zip(run(dirty, module=module, **settings_of(dirty, interleaved)), expected, strict=True):
             assert torch.equal(x[:64], e[:64]) and torch.equal(x[70:], e[70:])
 
 
-def company(device="cpu", dtype=torch.float32, head_dim=32):
+def company(device="cpu", dtype=torch.float32, head_dim=32, module=triton_block):
     """A sequence alone and among others; int32 and strided offsets; views of one buffer: the same bits."""
     inputs = make_inputs("block_attention", (3, 0, 70), head_dim=head_dim, dtype=dtype, device=device, fused=True)
-    expected = run(inputs, **settings_of(inputs, True))
+    expected = run(inputs, module=module, **settings_of(inputs, True))
     alone = make_inputs("block_attention", (70,), head_dim=head_dim, dtype=dtype, device=device)
     for name in ("q", "k", "v", "do", "cos", "sin"):
         setattr(alone, name, getattr(inputs, name)[3:].contiguous())
-    for x, e in zip(run(alone, **settings_of(alone, True)), expected, strict=True):
+    for x, e in zip(run(alone, module=module, **settings_of(alone, True)), expected, strict=True):
         assert torch.equal(x, e[3:])
     inputs.q_offsets = torch.stack((inputs.q_offsets.int(),) * 2, 1)[:, 0]
-    for x, e in zip(run(inputs, **settings_of(inputs, True)), expected, strict=True):
+    for x, e in zip(run(inputs, module=module, **settings_of(inputs, True)), expected, strict=True):
         assert torch.equal(x, e)
 
 

@@ -34,7 +34,6 @@ NEEDS = {
     "nothing": set(DEVICES),
     "GPU from sm_80": {"sm_80", "sm_86", "sm_90", "sm_100"},
     "Hopper, TLX": {"sm_90"},
-    "not built": set(),
 }
 FEATURES = {"cross": "cross", "shared queries": "shared_q", "window": "window", "bias": "bias", "schedule": "schedule",
             "rotary": "rotary"}  # fmt: skip
@@ -52,7 +51,6 @@ def table(folder: str) -> dict[str, dict[str, str]]:
 
 
 ROWS = [(folder, impl) for folder in REGISTRIES for impl in table(folder)]
-BUILT = [(folder, impl) for folder, impl in ROWS if table(folder)[impl]["needs"] != "not built"]
 
 
 def head_dims(cell: str) -> set[int]:
@@ -105,19 +103,11 @@ def test_a_table_has_every_implementation_and_known_cells(folder):
     assert set(table(folder)) == set(REGISTRIES[folder].names)
     for impl, row in table(folder).items():
         assert row["needs"] in NEEDS, (impl, row["needs"])
-        if row["needs"] != "not built":
-            assert set(row["dtypes"].split(", ")) <= set(DTYPES) and row.get("self", "yes") == "yes", impl
-            assert all(row[column] in ANSWERS for column in FEATURES if column in row), impl
+        assert set(row["dtypes"].split(", ")) <= set(DTYPES) and row.get("self", "yes") == "yes", impl
+        assert all(row[column] in ANSWERS for column in FEATURES if column in row), impl
 
 
-def test_what_is_not_built_cannot_be_imported():
-    names = [(folder, impl) for folder, impl in ROWS if (folder, impl) not in BUILT]
-    assert names == [("block_attention", "tlx")]
-    for folder, impl in names:
-        assert "cannot be imported (No module named" in REGISTRIES[folder].load(impl)
-
-
-@pytest.mark.parametrize(("folder", "impl"), BUILT)
+@pytest.mark.parametrize(("folder", "impl"), ROWS)
 def test_a_row_says_what_the_implementation_answers(folder, impl, registries):
     row, plain = table(folder)[impl], base(folder)
 
@@ -136,7 +126,7 @@ def test_a_row_says_what_the_implementation_answers(folder, impl, registries):
         assert {name for name in ACTIVATIONS if runs(activation=name)} == set(allowed)
 
 
-@pytest.mark.parametrize(("folder", "impl"), [(f, i) for f, i in BUILT if table(f)[i]["needs"] == "nothing"])
+@pytest.mark.parametrize(("folder", "impl"), [(f, i) for f, i in ROWS if table(f)[i]["needs"] == "nothing"])
 def test_what_needs_nothing_runs_here_with_every_feature(folder, impl):
     """The answers of those that refuse little are held to calls: each dtype, each feature, forward and backward."""
     row = table(folder)[impl]
