@@ -208,6 +208,8 @@ def sources_of(op: str, impl: str) -> tuple[str, ...]:
     """
     if impl.partition(":")[0] in peers.PEERS:
         return ("gem/bench/peers.py",)
+    if impl.endswith(":block_mask"):
+        op = "jagged_attention"
     shared = [name for name in SHARED_SOURCES if (workflow.ROOT / name).exists()]
     return (f"kernels/{FOLDERS[op]}", *shared)
 

@@ -4,7 +4,8 @@ A `Call` runs forward and backward on a case's tensors as often as one likes. Ou
 without
 autograd; peers through autograd, as their users do. What cannot run raises `Unsupported` with one line of reason.
 
-    ours       any name of the op's registry, and name:option for a kernel's own switches (OPTIONS)
+    ours       any name of the op's registry, and name:option for a kernel's own switches (OPTIONS); for block attention
+               also NAME:block_mask, jagged softmax attention under a block mask
     peers      varlen_attn (torch.nn.attention.varlen), flex (FlexAttention, length mask), sdpa_cudnn,
     sdpa_flash (padded),
                compiled_eager (torch.compile of the plain form), fa4 (flash_attn.cute)
@@ -59,6 +60,8 @@ def prepare(case: Case, impl: str) -> Call:
         return _composed(case, name)
     if option.endswith("_rotary"):
         return _outside_rotary(case, name, option)
+    if case.op == "block_attention" and option == "block_mask":
+        return _block_mask(case, name)
     return _ours(case, name, option)
 
 
@@ -161,6 +164,34 @@ def _outside_rotary(case: Case, name: str, option: str) -> Call:
         return block_attention(*turned, case.kv_offsets, impl=name)
 
     return from_autograd(function, (case.q, case.k, case.v), case.do)
+
+
+def _block_mask(case: Case, name: str) -> Call:
+    """The op on kernels of jagged softmax attention under a block mask, with all that these do for rows of any length.
+
+    Each block is a sequence of its own to them, so that they visit no tile outside the mask and mask none inside it:
+    the cheapest form that such a mask can take. Building the list of blocks is not part of the time.
+    """
+    from kernels.block_attention.eager import blocks
+
+    if case.rotary is not None:
+        raise Unsupported("block_mask has no rotary")
+    properties = Properties.of(case.q, features=case.features)
+    registry = _registry("jagged_attention")
+    reason = registry.why_not(name, properties)
+    if reason is not None:
+        raise Unsupported(reason)
+    implementation = registry.load(name)
+    _, lengths = blocks(case.kv_offsets, 64)
+    offsets = jagged.lengths_to_offsets(lengths, torch.int32).to(case.device)
+    keywords = {"scale": case.scale, "window": None, "bias": None, "schedule": None}
+    keywords |= {"max_q_len": 64, "max_kv_len": 64}
+    run = partial(implementation.forward, case.q, case.k, case.v, offsets, offsets, **keywords)
+
+    def backward(result: tuple) -> tuple:
+        return implementation.backward(case.do, case.q, case.k, case.v, *result, offsets, offsets, **keywords)
+
+    return Call(run, backward)
 
 
 def _composed(case: Case, name: str) -> Call:

@@ -90,6 +90,18 @@ def test_other_ops_run_too(bench, tmp_path, change):
     assert [row["status"] for row in values(tmp_path, "eager", "time_ms").values()] == ["ok", "ok"], rows(tmp_path)
 
 
+def test_block_attention_by_softmax_attention_under_a_block_mask(bench, tmp_path):
+    """Right where the mask is: with a wrong one (no mask, other borders) "correct" fails and there is no time."""
+    row = ROW | {"op": "block_attention", "q_max": "150"}
+    bench.run_case(row, ["eager:block_mask"])
+    times = values(tmp_path, "eager:block_mask", "time_ms")
+    assert {phase: row["status"] for phase, row in times.items()} == {"fwd": "ok", "bwd": "ok"}, rows(tmp_path)
+    with pytest.raises(peers.Unsupported, match="no rotary"):
+        peers.prepare(cases.build(row | {"impls": "eager:eager_rotary"}, "cpu"), "eager:block_mask")
+    with pytest.raises(peers.Unsupported, match="CUDA"):
+        peers.prepare(cases.build(row, "cpu"), "v2:block_mask")
+
+
 def test_a_wrong_result_has_no_time(bench, tmp_path, monkeypatch):
     real = peers.prepare
 
@@ -164,4 +176,5 @@ def test_every_implementation_named_in_the_sheet_is_known():
             name = impl.partition(":")[0]
             if name in peers.PEERS or row["op"] not in cases.ATTENTION:
                 continue
-            assert name in peers._registry(row["op"]).entries, (row["case"], impl)
+            op = "jagged_attention" if impl.endswith(":block_mask") else row["op"]
+            assert name in peers._registry(op).entries, (row["case"], impl)
