@@ -36,7 +36,7 @@ NEEDS = {
     "Hopper, TLX": {"sm_90"},
 }
 FEATURES = {"cross": "cross", "shared queries": "shared_q", "window": "window", "bias": "bias", "schedule": "schedule",
-            "rotary": "rotary"}  # fmt: skip
+            "rotary": "rotary", "other block sizes": "block_size"}  # fmt: skip
 ANSWERS = {"yes": True, "ignored": True, "no": False}
 TLX = "triton.language.extra.tlx"
 
@@ -140,7 +140,8 @@ def test_what_needs_nothing_runs_here_with_every_feature(folder, impl):
         if folder == "block_attention":
             angles = torch.rand(5, 3)
             rotary = kernels.Rotary(angles.cos(), angles.sin()) if feature == "rotary" else None
-            o = block_attention(q, k, v, offsets, rotary=rotary, impl=impl)
+            size = 2 if feature == "block_size" else 64
+            o = block_attention(q, k, v, offsets, block_size=size, rotary=rotary, impl=impl)
         else:
             op, settings, where = (gdpa if folder == "gdpa" else jagged_attention), {}, (offsets,)
             if feature in ("cross", "shared_q"):
