@@ -137,3 +137,44 @@ def pffn(
     gdpa_impl = _select_gdpa(gdpa_impl, device, index, inner, head_dim, *call)
     s, k, v = (unit_last_stride(x) for x in (s, k, v))
     return pffn_op(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, gdpa_impl, name)[0]
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    *,
+    kind: str = "rms",
+    eps: float = 1e-5,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_mode: str = "rceil",
+    impl: str = "auto",
+):
+    """norm(x) in 8-bit slabs of format `hopper` (mxfp8/hopper.py), for the linear layer that follows.
+
+    Source: activation quantisation fused into the norm before it costs no pass over memory of its own. x [..., K], K a
+    multiple of 16; statistics in float32, normalised values rounded to x's dtype before they are quantised. impl:
+    "fused" (Triton, CUDA tensors, K <= 8192), "separate" (norm, then quantise; any device) or "auto": fused where it
+    runs. Returns (data float8 [M', K], scale float32 [M', ceil(K / 128)]), M' = rows rounded up to 16, zeros behind.
+    Not differentiable. ValueError: as in `norm`, and for dtype, scale_mode, K or impl.
+    """
+    from ..mxfp8 import formats, hopper
+
+    eps = _check_norm("norm_quantize", x, kind, eps)
+    formats.element_format(dtype)
+    if scale_mode not in formats.SCALE_MODES:
+        raise ValueError(f"norm_quantize: scale_mode {scale_mode!r}; allowed: {', '.join(formats.SCALE_MODES)}")
+    if x.shape[-1] % hopper.ROWS:
+        raise ValueError(f"norm_quantize: K is {x.shape[-1]}; allowed: multiples of {hopper.ROWS}")
+    if impl not in ("auto", "fused", "separate"):
+        raise ValueError(f"norm_quantize: impl {impl!r}; allowed: auto, fused, separate")
+    rows = unit_last_stride(x.detach().reshape(-1, x.shape[-1]))
+    fused = impl == "fused" or (impl == "auto" and hopper.runs_in_kernel(rows) and rows.shape[1] <= 8192)
+    if not fused:
+        return hopper.by_row(norm(rows, kind=kind, eps=eps), dtype=dtype, scale_mode=scale_mode)
+    from . import triton_quantize
+
+    if not triton_quantize.runs_on(rows):
+        raise ValueError(
+            f"norm_quantize: impl 'fused' on {rows.device.type}, {rows.dtype}, K {rows.shape[1]}; allowed: CUDA "
+            f"tensors of 16 or 32 bits, K <= {triton_quantize.MAX_COLUMNS}"
+        )
+    return triton_quantize.norm_quantize(rows, kind=kind, eps=eps, dtype=dtype, scale_mode=scale_mode)

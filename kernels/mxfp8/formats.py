@@ -189,24 +189,34 @@ class Hadamard:
 
     def matrix(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 [32, 32], its own inverse transposed."""
-        return _hadamard_matrix(self.seed).to(device)
+        return self.rotate(torch.eye(BLOCK, device=device))
+
+    def signs(self, device: torch.device | str = "cpu") -> Tensor:
+        """float32 [32] of 1 and -1."""
+        return _hadamard_signs(self.seed, str(device))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the last axis of float32 x, a multiple of 32."""
-        return (x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) @ self.matrix(x.device)).flatten(-2)
+        """Rotate the last axis of float32 x, a multiple of 32. Additions in the order of the butterfly network, which
+        every implementation shares, so that results agree to the last bit."""
+        return _butterfly(x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) * self.signs(x.device)).flatten(-2)
 
     def rotate_back(self, x: Tensor) -> Tensor:
         """Undo `rotate`."""
-        return (x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) @ self.matrix(x.device).T).flatten(-2)
+        return (_butterfly(x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))) * self.signs(x.device)).flatten(-2)
+
+
+def _butterfly(x: Tensor) -> Tensor:
+    """x [..., 32] times the normalised Walsh-Hadamard matrix (Sylvester's order)."""
+    for width in (1, 2, 4, 8, 16):
+        a, b = x.unflatten(-1, (BLOCK // (2 * width), 2, width)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+    return x * BLOCK**-0.5
 
 
 @lru_cache(maxsize=64)
-def _hadamard_matrix(seed: int) -> Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < BLOCK:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(0, 2, (BLOCK, 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    return (signs * matrix / BLOCK**0.5).float()
+def _hadamard_signs(seed: int, device: str) -> Tensor:
+    signs = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return signs.float().to(device)
 
 
 def scales_to_tiles(scale: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""MX linear layer, emulated: every GEMM multiplies values that MX hardware would multiply, and adds them in float32.
+"""Linear layer in 8-bit blocks. Format `mx`, emulated: every GEMM multiplies values that MX hardware would multiply,
+and adds them in float32. Format `hopper`: real 8-bit products on an H100 or H200 (hopper.py), emulated on a CPU.
 
     fprop   y  = x W^T    blocks of x and W along the features in
     dgrad   dx = dy W     blocks of dy and W along the features out
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..validation import strict_float32
+from . import hopper
 from .formats import BLOCK, Hadamard
 from .quantize import round_to_mx
 from .recipe import Recipe
@@ -63,18 +65,24 @@ def _mx_values(x: Tensor, operand: str, recipe: Recipe) -> Tensor:
 
 
 def _fprop(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.fprop and recipe.format == "hopper":
+        return hopper.fprop(x, weight, recipe)
     if recipe.fprop:
         return _low_gemm(x, weight, "input", "weight", recipe).to(x.dtype)
     return x @ weight.to(x.dtype).T
 
 
 def _dgrad(dy: Tensor, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.dgrad and recipe.format == "hopper":
+        return hopper.dgrad(dy, weight, recipe)
     if recipe.dgrad:
         return _low_gemm(dy, weight.T, "gradient", "weight", recipe).to(x.dtype)
     return dy @ weight.to(dy.dtype)
 
 
 def _wgrad(dy: Tensor, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    if recipe.wgrad and recipe.format == "hopper":
+        return hopper.wgrad(dy, x, recipe, weight.dtype)
     if recipe.wgrad:
         return _low_gemm(dy.T, x.T, "gradient", "input", recipe).to(weight.dtype)
     return (dy.T @ x).to(weight.dtype)

@@ -8,6 +8,7 @@ transpose-invariant, so that it is quantised once, which pays in the backward pa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -176,35 +177,59 @@ def quantize(
     axis %= x.dim()
     dims = _blocked_axes(x.dim(), axis, block)
     hadamard = Hadamard(hadamard) if isinstance(hadamard, int) else hadamard
-    values = x.detach().float()
-    layout = None
-    if offsets is not None:
-        layout = _token_layout(offsets, x.shape[0])
-        if 0 in dims:
-            values = _spread(values, layout)
-        else:  # blocks do not cross rows: only the rows past the end need care
-            values = values.clone()
-            values[layout.target.shape[0] :] = 0
-            layout = None
+    layout = None if offsets is None else _token_layout(offsets, x.shape[0])
     if hadamard is not None:
         lengths = offsets.diff() if layout is not None and axis == 0 else torch.tensor(x.shape[axis])
         if bool((lengths % BLOCK != 0).any()):
             raise ValueError(
                 f"hadamard: axis {axis} has partial blocks; allowed: lengths that are multiples of {BLOCK}"
             )
+    seed = formats.draw_seed(generator, x.device) if stochastic else None
+    if runs_in_kernel(x, axis, dims, offsets):
+        return quantize_in_kernel(x, axis, dims, layout, offsets, dtype, scale_mode, hadamard, seed)
+    values = x.detach().float()
+    if layout is not None and 0 not in dims:  # blocks do not cross rows: only the rows past the end need care
+        values = values.clone()
+        values[layout.target.shape[0] :] = 0
+        layout = None
+    if layout is not None:
+        values = _spread(values, layout)
+    if hadamard is not None:
         values = _along(values, axis, hadamard.rotate)
     extent = values.shape
     values = _pad_dims(values, dims)
-    uniform = None
-    if stochastic:
-        seed = formats.draw_seed(generator, x.device)
-        uniform = formats.counter_uniform(values.numel(), seed).view(values.shape)
+    uniform = None if seed is None else formats.counter_uniform(values.numel(), seed).view(values.shape)
     data, scale = _encode(values, dims, dtype, scale_mode, uniform)
     raw = data.view(torch.uint8)
     for dim in dims:
         raw = raw.narrow(dim, 0, extent[dim])
     raw = _collect(raw, layout, x.shape[0]) if layout is not None else raw.contiguous()
     return MXTensor(raw.view(dtype), scale, axis, dims, hadamard, layout)
+
+
+def runs_in_kernel(x: Tensor, axis: int, dims: tuple[int, ...], offsets: Tensor | None) -> bool:
+    """Whether the Triton kernel makes these blocks: CUDA tensors, blocks along the first or last axis."""
+    return x.is_cuda and kernels() is not None and kernels().fits(x, axis, dims, offsets)
+
+
+def quantize_in_kernel(x, axis, dims, layout, offsets, dtype, scale_mode, hadamard, seed) -> MXTensor:
+    """`quantize` by the Triton kernel: same bytes, one pass over memory. Arguments as checked there."""
+    block_rows = None if layout is None else layout.rows // BLOCK
+    data, scale = kernels().quantize_mx(
+        x.detach(), axis, dims, block_rows, offsets=offsets, dtype=dtype, scale_mode=scale_mode, hadamard=hadamard,
+        seed=seed,
+    )  # fmt: skip
+    return MXTensor(data.view(dtype), scale, axis, dims, hadamard, layout if 0 in dims else None)
+
+
+@lru_cache(maxsize=1)
+def kernels():
+    """The module with the kernel's launches; None where there is no Triton."""
+    try:
+        from . import triton_quantize
+    except ImportError:
+        return None
+    return triton_quantize
 
 
 def _blocked_axes(rank: int, axis: int, block: tuple[int, int]) -> tuple[int, ...]:

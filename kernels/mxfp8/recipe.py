@@ -17,6 +17,7 @@ import torch
 from . import formats
 from .quantize import BLOCKS
 
+FORMATS = ("mx", "hopper")
 ATTENTION_OPERANDS = ("q", "k", "v", "p", "ds", "do")
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -25,16 +26,19 @@ _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class Recipe:
     """One choice of low-precision training. Immutable, hashable; `encode` gives the string that an op's schema takes.
 
-    fprop, dgrad, wgrad: which of a linear layer's three GEMMs run in MX; the others run in the dtype of the input.
-    input, weight, gradient: element format of x, W and dy ("e4m3" or "e5m2"); in attention, `input` is that of q, k,
-    v and P and `gradient` that of dS and dO. block: of linear layers, attention_block: of attention, each (1, 32) or
-    (32, 32). scale_mode: "floor", "ceil", "rceil". hadamard: seed of the rotation along every low GEMM's reduction axis
-    (in attention: along the head dimension), or None. stochastic: round gradients (dy, dS, dO) stochastically.
-    attention: operands of attention that are low, of q, k, v, p, ds, do; empty = attention untouched. skip_last: this
-    many of the last layers keep their precision (applied by gem/precision.py).
+    format: "mx" (blocks of 32, emulated everywhere) or "hopper" (blocks of 128 and rows, real 8-bit products on Hopper;
+    `block` and `attention_block` say nothing there). fprop, dgrad, wgrad: which of a linear layer's three GEMMs run in
+    8 bits; the others run in the dtype of the input. input, weight, gradient: element format of x, W and dy ("e4m3" or
+    "e5m2"); in attention, `input` is that of q, k, v and P and `gradient` that of dS and dO. block: of linear layers,
+    attention_block: of attention, each (1, 32) or (32, 32). scale_mode: "floor", "ceil", "rceil". hadamard: seed of the
+    rotation along every low GEMM's reduction axis (in attention: along the head dimension), or None. stochastic: round
+    gradients (dy, dS, dO) stochastically. attention: operands of attention that are low, of q, k, v, p, ds, do; empty =
+    attention untouched; format hopper has kernels for q, k, v, p alone. skip_last: this many of the last layers keep
+    their precision (applied by gem/precision.py).
     """
 
     name: str = "custom"
+    format: str = "mx"
     fprop: bool = True
     dgrad: bool = True
     wgrad: bool = True
@@ -50,6 +54,8 @@ class Recipe:
     skip_last: int = 0
 
     def __post_init__(self):
+        if self.format not in FORMATS:
+            raise ValueError(f"Recipe.format: {self.format!r}; allowed: {', '.join(FORMATS)}")
         for field in ("input", "weight", "gradient"):
             if getattr(self, field) not in _DTYPES:
                 raise ValueError(f"Recipe.{field}: {getattr(self, field)!r}; allowed: {', '.join(_DTYPES)}")
