@@ -155,6 +155,15 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "full": Look(BLUE, "*", "-", "xx", "full"),
         "quality": Look(PURPLE, "s", "-", "..", "quality study"),
     },
+    "checkpointing": {
+        "uniform": Look(GREY, "s", "--", "..", "one budget for all regions"),
+        "region": Look(BLUE, "o", "", "xx", "a budget for each region"),
+    },
+    "saved": {
+        "full": Look(GREY, "o", "-", "", "bf16"),
+        "fp8": Look(BLUE, "s", "--", "//", "FP8"),
+        "mx4": Look(ORANGE, "^", ":", "xx", "MX4"),
+    },
     "target": {
         "tokens": Look(SKY, "o", "-", "", "tokens"),
         "pairs": Look(BLUE, "s", "--", "//", "attention pairs"),

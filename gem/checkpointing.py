@@ -97,8 +97,12 @@ def apply(
         set_budgets(model, dict.fromkeys(names, budget if backend != "eager" else 0.0), backend)
     elif mode is Checkpointing.REGION:
         if forward is None:
-            raise ValueError("checkpointing: region needs a forward pass to measure; allowed: none, uniform without one")
-        points = measured.measure(model, forward, regions(model), levels(backend), partial(set_budgets, backend=backend))
+            raise ValueError(
+                "checkpointing: region needs a forward pass to measure; allowed: none, uniform without one"
+            )
+        points = measured.measure(
+            model, forward, regions(model), levels(backend), partial(set_budgets, backend=backend)
+        )
         model.region_points = points
         limit = budget * measured.total_memory(points, dict.fromkeys(names, 1.0))
         set_budgets(model, measured.plan(points, limit), backend)

@@ -6,6 +6,7 @@ point a region. Source: budgets of regions come from how many milliseconds a kep
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,11 +44,13 @@ def plan(points: Sequence[Point], limit_gib: float) -> dict[str, float]:
     chosen = {name: hull[0] for name, hull in hulls.items()}
     used = sum(point.memory_gib for point in chosen.values())
     if used > limit_gib * (1 + 1e-9) + 1e-12:
-        raise ValueError(f"checkpointing: limit {limit_gib:.3g} GiB; allowed: at least {used:.3g}, all regions at least")
+        raise ValueError(
+            f"checkpointing: limit {limit_gib:.3g} GiB; allowed: at least {used:.3g}, all regions at least"
+        )
     steps = [
         ((low.time_ms - high.time_ms) / (high.memory_gib - low.memory_gib), name, index + 1)
         for name, hull in hulls.items()
-        for index, (low, high) in enumerate(zip(hull, hull[1:], strict=False))
+        for index, (low, high) in enumerate(itertools.pairwise(hull))
     ]
     for _, name, index in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
         hull = hulls[name]
@@ -138,8 +141,7 @@ def _inputs(forward: Callable[[], object], regions: Mapping[str, nn.Module]) -> 
 
     handles = [region.register_forward_pre_hook(keep(name)) for name, region in regions.items()]
     try:
-        with torch.no_grad():
-            forward()
+        forward()
     finally:
         for handle in handles:
             handle.remove()
@@ -148,7 +150,7 @@ def _inputs(forward: Callable[[], object], regions: Mapping[str, nn.Module]) -> 
 
 def _leaf(value):
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.is_floating_point())
+        return value.detach().clone().requires_grad_(value.requires_grad)
     return value
 
 

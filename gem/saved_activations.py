@@ -84,7 +84,7 @@ def unpack_fp8(packed: tuple) -> torch.Tensor:
 
 
 def pack_mx4(value: torch.Tensor) -> tuple:
-    """(codes uint8 [.., blocks, 16], scale exponents int8 [.., blocks], shape, dtype). NaN and inf become NaN blocks."""
+    """(codes uint8 [.., blocks, 16], exponents int8 [.., blocks], shape, dtype). NaN and inf make a block of NaN."""
     rows = _blocks(value)
     amax = rows.abs().amax(-1, keepdim=True)
     exponent = torch.frexp(amax).exponent - 3  # amax / 2^exponent lies in [4, 8): the largest code is 6

@@ -103,6 +103,12 @@ def others(book: Book) -> None:
             for phase in ("fwd", "bwd"):
                 impl = "triton" if mode == "block" else "v2"
                 book.timed("windows", f"length_{mode}_{length}", op, impl, phase, ms, None, row)
+    for case, uniform, region in (("memory_0.5", (40.0, 8.0), (40.0, 6.0)), ("memory_0.75", (50.0, 8.0), (48.0, 5.5))):
+        for subject, (memory, ms) in (("checkpointing_uniform", uniform), ("checkpointing_region", region)):
+            book.add("step", case, subject, "inductor", "step", "time_ms", ms)
+            book.add("step", case, subject, "inductor", "step", "peak_mem_gib", memory)
+    for name, memory in (("bf16", 60.0), ("fp8", 36.0), ("mx4", 24.0)):
+        book.add("step", "packed", f"saved_activations_{name}", "inductor", "step", "peak_mem_gib", memory)
     for length in (200, 500, 1000):
         for phase in ("fwd", "bwd"):
             book.timed("traffic", f"fmha_{length}", "jagged_attention", "fa4", phase, 1.0, float(length) / 2)
@@ -118,6 +124,7 @@ def training(book: Book, experiment: str, factor: float) -> None:
         "baseline_padded": ("baseline", ""), "baseline_varlen": ("baseline", "baseline_padded"),
         "add_checkpointing": ("add_one", "baseline_varlen"), "full": ("full", "baseline_padded"),
         "drop_hsp": ("drop_one", "full"), "mx_naive": ("quality", "full"), "mxfp8_full": ("quality", "full"),
+        "saved_fp8": ("quality", "full"),
     }  # fmt: skip
     for index, (name, (group, base)) in enumerate(variants.items()):
         recipe = {"mx_naive": "naive", "mxfp8_full": "full"}.get(name, "none")

@@ -107,6 +107,14 @@ def test_masking_is_relative_to_subtraction(drawn):
     assert rows[(False, "subtraction")] == 1.0
 
 
+def test_checkpointing_frontier_memory_and_quality(drawn):
+    rows = table(drawn, "F19").set_index(["panel", "name"])
+    region = rows.loc[("frontier", "region")].set_index("case")
+    assert region.value.to_dict() == {"memory_0.5": 6.0, "memory_0.75": 5.5} and region.memory["memory_0.75"] == 48
+    assert rows.loc["memory"].value.to_dict() == {"full": 60, "fp8": 36, "mx4": 24}
+    assert rows.loc["quality"].value["fp8"] == pytest.approx(-0.04, rel=0.01)  # four variants after full, 0.01 each
+
+
 def test_backward_schemes_are_relative_to_split(drawn):
     rows = table(drawn, "F06")
     expected = {scheme: time / synthetic.SCHEMES["split"] for scheme, time in synthetic.SCHEMES.items()}
@@ -352,8 +360,8 @@ def test_a_cpu_alone_draws_what_it_measured_and_names_what_is_missing(folders, t
     for script in SCRIPTS:
         name = module_of(script).ID
         codes[name] = run(script, (records, tmp_path / "none"), tmp_path / name)
-    assert [name for name, code in codes.items() if code] == ["F05", "F06", "F09"]
-    assert capsys.readouterr().err.count("\n") == 3
+    assert [name for name, code in codes.items() if code] == ["F05", "F06", "F09", "F19"]
+    assert capsys.readouterr().err.count("\n") == 4
 
 
 def test_modelled_schedules_need_no_gpu_times(tmp_path):

@@ -74,13 +74,18 @@ def test_a_plan_is_one_step_short_of_the_best_at_most(memory, times, share):
 
 
 def test_memory_goes_where_a_gigabyte_saves_the_most():
-    points = [Point("cheap", 0.0, 10, 0), Point("cheap", 1.0, 9, 1), Point("dear", 0.0, 10, 0), Point("dear", 1.0, 2, 1)]
+    points = [
+        Point("cheap", 0.0, 10, 0),
+        Point("cheap", 1.0, 9, 1),
+        Point("dear", 0.0, 10, 0),
+        Point("dear", 1.0, 2, 1),
+    ]
     assert plan(points, 1.0) == {"cheap": 0.0, "dear": 1.0}
     assert plan(points, 2.0) == {"cheap": 1.0, "dear": 1.0}
 
 
 def test_too_little_memory_is_an_error():
-    with pytest.raises(ValueError, match="limit 0.5 GiB; allowed: at least 1"):
+    with pytest.raises(ValueError, match=r"limit 0\.5 GiB; allowed: at least 1"):
         plan([Point("a", 0.0, 1, 1.0)], 0.5)
 
 
@@ -142,9 +147,9 @@ def test_the_partitioner_keeps_less_within_a_smaller_budget(data):
 
 def test_unknown_regions_and_budgets_are_errors(data):
     model = train.build(tiny.config(), data, 0, CPU)
-    with pytest.raises(ValueError, match="unknown region 'layer9'; allowed: layer0.impression_branch"):
+    with pytest.raises(ValueError, match=r"unknown region 'layer9'; allowed: layer0\.impression_branch"):
         checkpointing.set_budgets(model, {"layer9": 1.0}, "eager")
-    with pytest.raises(ValueError, match="budget 1.5 of region layer0.interaction; allowed"):
+    with pytest.raises(ValueError, match=r"budget 1\.5 of region layer0\.interaction; allowed"):
         checkpointing.set_budgets(model, {"layer0.interaction": 1.5}, "eager")
     with pytest.raises(ValueError, match="region needs a forward pass"):
         checkpointing.apply(model, Checkpointing.REGION)
