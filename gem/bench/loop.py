@@ -1,0 +1,95 @@
+"""Real training steps under a clock: the reader, the balancer and the prefetching of training, and its own step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gem import train
+from gem.bench import components
+from gem.bench.timing import Clock, Timing, clock_for
+from gem.config import Config
+from gem.counts import Counts
+from gem.dataset import Batch, Split, prefetch
+from gem.model import GEM
+from gem.optim import Optimizers
+from gem.watch import Watch
+
+MIN_STEPS, MAX_STEPS = 6, 200
+
+
+@dataclass(frozen=True)
+class Done:
+    """Timed steps: quantiles of one step, seconds of all together, and what they read."""
+
+    timing: Timing
+    seconds: float
+    counts: tuple[Counts, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(item.batch for item in self.counts)
+
+
+class Loop:
+    """A model in training on endless batches of a split. Close it: a thread may be bringing batches."""
+
+    def __init__(
+        self, model: GEM, optimizers: Optimizers, config: Config, split: Split, device: torch.device, seed: int = 0
+    ):
+        self.model, self.optimizers, self.config, self.device, self.seed = model, optimizers, config, device, seed
+        self.batches = prefetch(endless(config, split, seed), device)
+        self.counts: list[Counts] = []
+        self.steps = 0
+        # as in training: a GPU is never waited for, and a bad loss is heard of some steps later
+        self.watch = Watch(model, config, seed, device) if device.type == "cuda" else None
+
+    def one(self) -> None:
+        """A step, waiting for its batch included."""
+        batch = next(self.batches)
+        self.counts.append(Counts(batch.size, batch.lengths))
+        if self.watch is None:
+            train.train_step(self.model, self.optimizers, batch, self.config, self.steps, self.seed)
+        else:
+            results = train.step_once(self.model, self.optimizers, batch, self.config, self.steps)
+            for _ in self.watch.add(self.steps, batch, *results):
+                pass
+        self.steps += 1
+
+    def timed(self, warmup: int, repeat_ms: float, clock: Clock | None = None) -> Done:
+        """As many steps as fill `repeat_ms`, after `warmup` (>= 1) that do not count.
+
+        Nothing runs between the steps and no cache is cleared, as in training.
+        """
+        clock = clock or clock_for(self.device.type, flush_bytes=0)
+        before = clock.run([self.one] * warmup)
+        steps = min(max(int(repeat_ms / max(before[-1], 1e-3)), MIN_STEPS), MAX_STEPS)
+        self.counts = []
+        times = clock.run([self.one] * steps)
+        if self.watch is not None:  # raises if a loss was not finite
+            for _ in self.watch.flush():
+                pass
+        return Done(Timing.of(times, warmup), sum(times) / 1e3, tuple(self.counts))
+
+    def profiled(self, steps: int) -> dict[str, float]:
+        """Milliseconds of a step by component, see gem.bench.components."""
+        return components.profiled(self.one, steps, self.device.type == "cuda")
+
+    def close(self) -> None:
+        self.batches.close()
+
+
+def endless(config: Config, split: Split, seed: int) -> Iterator[Batch]:
+    """Batches of one epoch after another, as training orders them."""
+    epoch = 0
+    while True:
+        yield from split.epoch(config.train.batch_size, seed, epoch, config.toggles.balance.value)
+        epoch += 1
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """The same variant at another local batch."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=batch_size))
