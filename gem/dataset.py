@@ -22,6 +22,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem.sampler import batch_rows
+from kernels import jagged
 
 CANDIDATE = "item"  # the sparse feature whose ids share the event types' item vocabulary
 
@@ -50,6 +51,20 @@ class Schema:
     def has_candidate(self) -> bool:
         """Whether the impression's own item can be looked up in the events' item table."""
         return CANDIDATE in self.sparse and all(e.num_items == self.sparse[CANDIDATE][0] for e in self.events)
+
+    @property
+    def history_tables(self) -> dict[str, tuple[int, list[str]]]:
+        """Tables of the histories: name -> (num_embeddings, features that look them up), the candidate first.
+
+        Batches hold the features in this order, so that those of one table lie side by side.
+        """
+        by_size: dict[int, list[str]] = {}
+        for event in self.events:
+            by_size.setdefault(event.num_items, []).append(f"{event.name}_item")
+        if self.has_candidate and self.events:
+            by_size[self.sparse[CANDIDATE][0]].insert(0, CANDIDATE)
+        tables = {f"table_items_{size}": (size, names) for size, names in by_size.items()}
+        return tables | {f"table_{e.name}_action": (e.num_actions, [f"{e.name}_action"]) for e in self.events}
 
     @staticmethod
     def from_manifest(manifest: dict) -> Schema:
@@ -178,8 +193,9 @@ def gather_index(offsets: np.ndarray, rows: np.ndarray, max_length: int | None) 
 class Batch:
     """One batch on one device.
 
-    sparse: KJT of the sparse features. sequence: KJT whose keys are the candidate item (if the data have one) and
-    <event>_item, <event>_action; None when there are no event types. ages: event -> seconds between event and
+    sparse: KJT of the sparse features. sequence: KJT whose keys are the candidate item (if the data have one),
+    <event>_item and <event>_action, in the order of Schema.history_tables; None when there are no event types. offsets:
+    event (and the candidate) -> int32 [B + 1], made and checked on the host. ages: event -> seconds between event and
     impression, float32 [T]. lengths: event -> int64 [B] on the CPU, for FLOP counts and shapes. longest: event ->
     int. dense float32 [B, num_dense]. labels: task -> float32 [B]. weights: task -> float32 [B]; CVR counts clicked
     rows only. bayes: task -> float32 [B], the true probabilities, where known.
@@ -187,6 +203,7 @@ class Batch:
 
     sparse: KeyedJaggedTensor
     sequence: KeyedJaggedTensor | None
+    offsets: dict[str, torch.Tensor]
     ages: dict[str, torch.Tensor]
     lengths: dict[str, torch.Tensor]
     longest: dict[str, int]
@@ -200,23 +217,35 @@ class Batch:
         return self.dense.shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The batch on `device`; `lengths` stay on the CPU."""
+        """The batch on `device`; `lengths` stay on the CPU. Copies from pinned memory do not wait for the device.
+
+        The kernels are told what the offsets hold (kernels.jagged.remember), so that no check reads them back.
+        """
         device = torch.device(device)
         if device.type == "cpu":
             return self
+        moved = self._each(lambda item: item.to(device, non_blocking=True))
+        for name, offsets in moved.offsets.items():
+            jagged.remember(offsets, self.offsets[name])
+        return moved
 
-        def move(named):
-            return {name: tensor.to(device, non_blocking=True) for name, tensor in named.items()}
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked host memory, from which copies to a GPU run beside computation."""
+        return self._each(lambda item: item.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a batch that was copied on another stream until `stream` has done what it has queued."""
+        self._each(lambda item: item.record_stream(stream))
+
+    def _each(self, change) -> Batch:
+        """A batch of change(x) for everything that lives on the device: tensors and KJTs."""
+        named = ("offsets", "ages", "labels", "weights", "bayes")
         return replace(
             self,
-            sparse=self.sparse.to(device),
-            sequence=None if self.sequence is None else self.sequence.to(device),
-            ages=move(self.ages),
-            dense=self.dense.to(device, non_blocking=True),
-            labels=move(self.labels),
-            weights=move(self.weights),
-            bayes=move(self.bayes),
+            sparse=change(self.sparse),
+            sequence=None if self.sequence is None else change(self.sequence),
+            dense=change(self.dense),
+            **{field: {name: change(item) for name, item in getattr(self, field).items()} for field in named},
         )
 
 
@@ -331,19 +360,22 @@ class Split:
         """The batch of `rows` (int64 [B]), in their order, on the CPU."""
         schema = self.schema
         sparse = {name: column.take(rows) for name, column in self.sparse.items()}
-        features = dict(sparse) if schema.has_candidate and schema.events else {}
-        features = {CANDIDATE: features[CANDIDATE]} if features else {}
+        features = {CANDIDATE: sparse[CANDIDATE]} if schema.has_candidate and schema.events else {}
+        offsets = {name: _offsets(lengths) for name, (_, lengths) in features.items()}
         ages, lengths, longest = {}, {}, {}
         for event in schema.events:
             index, event_lengths = gather_index(self.items[event.name].offsets, rows, event.max_length)
             features[f"{event.name}_item"] = (self.items[event.name].values[index], event_lengths)
             features[f"{event.name}_action"] = (self.actions[event.name].values[index], event_lengths)
+            offsets[event.name] = _offsets(event_lengths)
             ages[event.name] = torch.from_numpy(self.ages[event.name].values[index])
             lengths[event.name] = torch.from_numpy(event_lengths.astype(np.int64))
             longest[event.name] = int(event_lengths.max()) if len(event_lengths) else 0
+        features = {name: features[name] for _, names in schema.history_tables.values() for name in names}
         return Batch(
             sparse=_kjt(sparse),
             sequence=_kjt(features) if features else None,
+            offsets=offsets,
             ages=ages,
             lengths=lengths,
             longest=longest,
@@ -370,12 +402,17 @@ class Split:
 
 
 def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
-    """Batches on `device`, made and copied by a thread while earlier ones train. On a CPU they are made in turn."""
+    """Batches on `device`, made and copied by a thread while earlier ones train. On a CPU they are made in turn.
+
+    For a GPU a batch goes through page-locked memory and a stream of its own, so that neither making nor copying it
+    delays the step before; the stream that trains waits for the copy, the host does not. depth: batches made ahead.
+    """
     if device.type == "cpu":
         yield from batches
         return
     ready: queue.Queue = queue.Queue(maxsize=depth)
     stop = threading.Event()
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def put(item) -> bool:
         while not stop.is_set():
@@ -386,10 +423,16 @@ def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> 
                 continue
         return False
 
+    def moved(batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
+        if copies is None:
+            return batch.to(device), None
+        with torch.cuda.stream(copies):
+            return batch.pin_memory().to(device), copies.record_event()
+
     def work():
         try:
             for batch in batches:
-                if not put(batch.to(device)):
+                if not put(moved(batch)):
                     return
             put(None)
         except Exception as error:  # raised again where the batch was wanted
@@ -401,10 +444,23 @@ def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> 
         while (item := ready.get()) is not None:
             if isinstance(item, Exception):
                 raise item
-            yield item
+            batch, copied = item
+            if copied is not None:
+                stream = torch.cuda.current_stream(device)
+                stream.wait_event(copied)
+                batch.record_stream(stream)
+            yield batch
     finally:
         stop.set()
         thread.join()
+
+
+def _offsets(lengths: np.ndarray) -> torch.Tensor:
+    """int32 [B + 1] on the host. ValueError past 2^31 - 1 rows."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if len(ends) and ends[-1] > np.iinfo(np.int32).max:
+        raise ValueError(f"batch: {ends[-1]} events of one type; allowed: at most {np.iinfo(np.int32).max}")
+    return torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends.astype(np.int32)]))
 
 
 def _kjt(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:

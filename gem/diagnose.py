@@ -7,6 +7,7 @@ import torch
 from gem.attention import Events
 from gem.config import Config
 from gem.dataset import Batch
+from gem.heads import batch_loss
 from gem.model import GEM
 
 
@@ -46,9 +47,25 @@ def first_bad_tensor(model: GEM, batch: Batch, config: Config) -> str:
 
     handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
     try:
-        with torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+        # compiled layers run their hooks while they are traced, so the repetition is not compiled
+        with torch.compiler.set_stance("force_eager"), _autocast(batch, config):
             model(batch)
     finally:
         for handle in handles:
             handle.remove()
     return found[0] if found else "loss"
+
+
+def bad_gradient(model: GEM, batch: Batch, config: Config) -> str:
+    """Name of the first dense parameter whose gradient is bad; without gradients at hand the step is repeated."""
+    dense = model.dense_parameters()
+    if all(value.grad is None for value in dense.values()):
+        with torch.compiler.set_stance("force_eager"):
+            with _autocast(batch, config):
+                logits = model(batch)
+            batch_loss(logits, batch).backward()
+    return next((name for name, value in dense.items() if value.grad is not None and _bad(value.grad)), "?")
+
+
+def _autocast(batch: Batch, config: Config):
+    return torch.autocast(batch.dense.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")

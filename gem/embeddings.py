@@ -7,6 +7,8 @@ that a history row can be compared with the candidate by a product of embeddings
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,7 +20,7 @@ from gem.config import Config, EventSize, Layout
 from gem.counts import Counts, linear_flops
 from gem.dataset import CANDIDATE, Batch, Schema
 from gem.norms import LayerNorm
-from kernels.jagged import positions, row_ids
+from kernels.jagged import positions, remember, row_ids
 
 POOLING = {"mean": PoolingType.MEAN, "sum": PoolingType.SUM}
 
@@ -56,9 +58,13 @@ class FeatureTokens(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[B, num_tokens, width]."""
-        parts = [self.tables(batch.sparse).values()]
+        return self.mix(self.tables(batch.sparse).values(), batch.dense)
+
+    def mix(self, pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """What follows the lookups: pooled [B, tables * table_dim], dense [B, num_dense] -> [B, num_tokens, width]."""
+        parts = [pooled]
         if self.dense_up is not None:
-            parts.append(self.dense_down(F.gelu(self.dense_up(batch.dense))).to(parts[0].dtype))
+            parts.append(self.dense_down(F.gelu(self.dense_up(dense))).to(pooled.dtype))
         tokens = self.project(torch.cat(parts, 1))
         return self.norm(tokens.unflatten(-1, (self.num_tokens, -1)))
 
@@ -72,43 +78,43 @@ class HistoryTables(nn.Module):
 
     def __init__(self, config: Config, schema: Schema, device: torch.device | str = "cpu"):
         super().__init__()
-        dim = config.model.table_dim
-        by_size: dict[int, list[str]] = {}
-        for event in schema.events:
-            by_size.setdefault(event.num_items, []).append(f"{event.name}_item")
-        if schema.has_candidate:
-            by_size[schema.sparse[CANDIDATE][0]].insert(0, CANDIDATE)
-        tables = [
-            EmbeddingConfig(
-                name=f"table_items_{size}", embedding_dim=dim, num_embeddings=size, feature_names=names, init_fn=_init
-            )
-            for size, names in by_size.items()
-        ]
-        tables += [
-            EmbeddingConfig(
-                name=f"table_{event.name}_action",
-                embedding_dim=dim,
-                num_embeddings=event.num_actions,
-                feature_names=[f"{event.name}_action"],
-                init_fn=_init,
-            )
-            for event in schema.events
-        ]
-        self.tables = EmbeddingCollection(tables=tables, device=torch.device(device))
+        self.tables = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=name,
+                    embedding_dim=config.model.table_dim,
+                    num_embeddings=size,
+                    feature_names=features,
+                    init_fn=_init,
+                )
+                for name, (size, features) in schema.history_tables.items()
+            ],
+            device=torch.device(device),
+        )
         self.has_candidate = schema.has_candidate
 
-    def forward(self, batch: Batch) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor | None]:
-        """Rows and offsets by feature name, and the candidate's mean embedding [B, table_dim] if the data have one."""
-        looked_up = self.tables(batch.sequence)
-        rows = {name: jagged.values() for name, jagged in looked_up.items()}
-        offsets = {name: jagged.offsets() for name, jagged in looked_up.items()}
-        candidate = None
-        if self.has_candidate:
-            values, starts = rows[CANDIDATE], offsets[CANDIDATE].long()
-            total = values.new_zeros(batch.size, values.shape[1])
-            total = total.index_add(0, row_ids(starts, values.shape[0]), values)
-            candidate = total / starts.diff().clamp(min=1)[:, None].to(total.dtype)
-        return rows, offsets, candidate
+    def forward(self, batch: Batch) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """Rows by feature name, and the candidate's mean embedding [B, table_dim] if the data have one."""
+        rows = {name: jagged.values() for name, jagged in self.tables(batch.sequence).items()}
+        candidate = mean_rows(rows[CANDIDATE], batch.offsets[CANDIDATE]) if self.has_candidate else None
+        return rows, candidate
+
+
+def mean_rows(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Mean of each sample's rows: values [T, d], offsets [B + 1] -> [B, d]; zeros for a sample without any."""
+    total = values.new_zeros(offsets.shape[0] - 1, values.shape[1])
+    total = total.index_add(0, row_ids(offsets, values.shape[0]), values)
+    return total / offsets.diff().clamp(min=1)[:, None].to(total.dtype)
+
+
+@lru_cache(maxsize=16)
+def every(rows: int, batch: int, device: torch.device) -> torch.Tensor:
+    """Offsets int32 [batch + 1] of `rows` rows a sample: one object for all event types and steps, so that what kernels
+    derive from it is derived once."""
+    host = torch.arange(batch + 1, dtype=torch.int32) * rows
+    offsets = host.to(device)
+    remember(offsets, host)
+    return offsets
 
 
 class EventEmbedding(nn.Module):
@@ -125,23 +131,42 @@ class EventEmbedding(nn.Module):
         self.project = nn.Linear(model.table_dim * (3 if schema.has_candidate else 2), size.width)
         self.age = nn.Parameter(torch.zeros(size.width))
 
-    def forward(self, batch: Batch, rows, offsets, candidate: torch.Tensor | None) -> Events:
-        items, actions = rows[f"{self.name}_item"], rows[f"{self.name}_action"]
-        starts = offsets[f"{self.name}_item"].long()
-        ages, total, longest = batch.ages[self.name], items.shape[0], batch.longest[self.name]
+    def forward(self, batch: Batch, rows: dict[str, torch.Tensor], candidate: torch.Tensor | None) -> Events:
+        offsets, longest = batch.offsets[self.name], batch.longest[self.name]
+        values, cos, sin, mask = self.mix(
+            rows[f"{self.name}_item"],
+            rows[f"{self.name}_action"],
+            candidate,
+            batch.ages[self.name],
+            offsets,
+            longest if self.padded else 0,
+        )
+        kv_offsets = every(self.num_kv, batch.size, offsets.device)
+        return Events(values, offsets, kv_offsets, mask, cos, sin, longest)
+
+    def mix(
+        self,
+        items: torch.Tensor,
+        actions: torch.Tensor,
+        candidate: torch.Tensor | None,
+        ages: torch.Tensor,
+        offsets: torch.Tensor,
+        longest: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What follows the lookups: values, cos, sin and the mask of `Events`. longest: of padded tensors."""
+        total = items.shape[0]
         parts = [items, actions]
         if candidate is not None:
-            parts.append(items * rows_of(candidate, starts, total))
-        cos, sin = rotary_tables(positions(starts, total), ages, self.head_dim, self.time_scale)
+            parts.append(items * rows_of(candidate, offsets, total))
+        cos, sin = rotary_tables(positions(offsets, total), ages, self.head_dim, self.time_scale)
         inputs, age = torch.cat(parts, 1), ages_to_tau(ages, self.time_scale)
         mask = None
         if self.padded:
-            inputs, age, cos, sin = (pad_rows(x, starts, longest) for x in (inputs, age, cos, sin))
-            mask = event_mask(starts, longest)
+            inputs, age, cos, sin = (pad_rows(x, offsets, longest) for x in (inputs, age, cos, sin))
+            mask = event_mask(offsets, longest)
         values = self.project(inputs)
         values = values + (0.1 * age[..., None] * self.age).to(values.dtype)
-        kv_offsets = torch.arange(batch.size + 1, device=starts.device) * self.num_kv
-        return Events(values, starts, kv_offsets, mask, cos, sin, longest)
+        return values, cos, sin, mask
 
     def flops(self, counts: Counts) -> int:
         return linear_flops(counts.events(self.name), self.project)

@@ -55,3 +55,9 @@ def normalised_loss(sums: dict[str, torch.Tensor], counts: dict[str, torch.Tenso
     Dividing by each part's own count first would make a mean of means, which weighs a label by the size of its part.
     """
     return sum(sums[task] / torch.clamp(torch.as_tensor(counts[task], dtype=torch.float32), min=1.0) for task in sums)
+
+
+def batch_loss(logits: dict[str, torch.Tensor], batch) -> torch.Tensor:
+    """`normalised_loss` of a `dataset.Batch` that is the whole global batch: a float32 scalar on its device."""
+    counts = {task: weight.sum() for task, weight in batch.weights.items()}
+    return normalised_loss(loss_sums(logits, batch.labels, batch.weights), counts)

@@ -96,8 +96,8 @@ class GEM(nn.Module):
         """The histories before the first layer."""
         if self.history is None:
             return {}
-        rows, offsets, candidate = self.history(batch)
-        return {name: self.embed[f"{name}_embed"](batch, rows, offsets, candidate) for name in self.names}
+        rows, candidate = self.history(batch)
+        return {name: self.embed[f"{name}_embed"](batch, rows, candidate) for name in self.names}
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
         x = self.features(batch)

@@ -9,6 +9,11 @@ from torch import nn
 EPS = 1e-5
 
 
+def _as_given(x: torch.Tensor):
+    """Autocast off: it would widen norms to float32 in memory, where the statistics alone need that and have it."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension, float32 inside, dtype of the input kept."""
 
@@ -18,17 +23,20 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype)).to(x.dtype)
+        with _as_given(x):
+            return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 def layer_norm(x: torch.Tensor) -> torch.Tensor:
     """LayerNorm without weights, as in the source's sequence side: float32 statistics, dtype of x kept."""
-    return F.layer_norm(x, x.shape[-1:], eps=EPS).to(x.dtype)
+    with _as_given(x):
+        return F.layer_norm(x, x.shape[-1:], eps=EPS)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm without weights: x / sqrt(mean(x^2) + eps), dtype of x kept."""
-    return F.rms_norm(x, x.shape[-1:], eps=EPS).to(x.dtype)
+    with _as_given(x):
+        return F.rms_norm(x, x.shape[-1:], eps=EPS)
 
 
 class KeyNorm(nn.Module):

@@ -26,21 +26,18 @@ import torch
 from gem import checkpoint, checkpointing, evaluate, hardware, metrics, report
 from gem import compile as compilation
 from gem import config as configuration
+from gem import fused_tables as fused
 from gem.cli import Parser
 from gem.config import Checkpointing, Config, Precision
 from gem.counts import Counts
 from gem.dataset import Batch, Split, prefetch
-from gem.diagnose import first_bad_tensor
-from gem.heads import loss_sums, normalised_loss
+from gem.heads import batch_loss
 from gem.model import GEM
 from gem.optim import Optimizers
 from gem.progress import Progress
+from gem.watch import DivergedError, Done, Watch, check
 
 WARMUP_STEPS = 3  # steps left out of throughput: allocation, autotuning and compilation happen there
-
-
-class DivergedError(RuntimeError):
-    """Loss or gradient is NaN or infinite: names step, variant, seed and the first bad tensor."""
 
 
 @dataclasses.dataclass
@@ -55,19 +52,28 @@ class Data:
         return Data(Split(directory, "train"), Split(directory, "eval"))
 
 
-def build(config: Config, data: Data, seed: int, device: torch.device) -> GEM:
-    """A model with everything put on from outside, in the documented order. The seed fixes its first parameters."""
+def build(config: Config, data: Data, seed: int, device: torch.device, *, fused_tables: bool | None = None) -> GEM:
+    """A model with everything put on from outside, in the documented order. The seed fixes its first parameters.
+
+    fused_tables: tables on FBGEMM's fused kernels (gem/fused_tables.py); None: on a GPU. A GPU's parameters are drawn
+    there. On a GPU the ops' checks of offsets are off unless KERNELS_CHECK says otherwise: `Split.batch` makes the
+    offsets from lengths on the host, so they are right by construction, and a check in every op would cost time.
+    """
     torch.manual_seed(seed)
-    model = GEM(config, data.train.schema)
+    if device.type == "cuda":
+        os.environ.setdefault("KERNELS_CHECK", "0")
+    with torch.device(device):
+        model = GEM(config, data.train.schema, device)
     model.heads.start_at({task: _base_rate(data.train, task) for task in data.train.schema.tasks})
     model.to(device)
     if config.toggles.precision is not Precision.BF16:
         from gem import precision
 
         precision.apply(model, config)
+    if device.type == "cuda" if fused_tables is None else fused_tables:
+        fused.apply(model, config)
     mode, backend = config.toggles.checkpointing, config.implementations.compile
-    if mode is Checkpointing.NONE:  # else its regions are compiled one by one
-        compilation.apply(model, backend)
+    compilation.apply(model, backend, layers=mode is Checkpointing.NONE)  # else regions are compiled one by one
     saved, budget = config.toggles.saved_activations, config.train.checkpoint_budget
     sample = functools.partial(_forward_of_a_sample, model, config, data, device)
     return checkpointing.apply(model, mode, backend=backend, budget=budget, saved=saved, forward=sample)
@@ -155,6 +161,13 @@ def train_seed(
         seen.clear()
         return flops + done[0], samples + done[1]
 
+    def write(log, progress, done: Done) -> None:
+        times.append(done.seconds)
+        losses.append(done.loss)
+        entry = {"step": done.step, "loss": done.loss, "grad_norm": done.norm, "seconds": round(done.seconds, 6)}
+        log.write(json.dumps(entry) + "\n")
+        progress.advance(1, loss=done.loss, qps=metrics_rate(times, train.batch_size))
+
     model.train()
     with (
         log_path.open("a") as log,
@@ -162,23 +175,28 @@ def train_seed(
     ):
         progress.advance(first)
         batches = prefetch(_batches(config, data.train, seed, first, total_steps, per_epoch), device)
+        watch = Watch(model, config, seed, device) if device.type == "cuda" else None
         start = time.perf_counter()
         for step, batch in enumerate(batches, start=first):
             seen.append(Counts(batch.size, batch.lengths))
-            loss, norm = train_step(model, optimizers, batch, config, step, seed)
-            hardware.synchronize(device)
-            now = time.perf_counter()
-            times.append(now - start)  # waiting for the batch included
-            losses.append(loss)
-            log.write(
-                json.dumps({"step": step, "loss": loss, "grad_norm": norm, "seconds": round(times[-1], 6)}) + "\n"
-            )
-            progress.advance(1, loss=loss, qps=metrics_rate(times, train.batch_size))
+            if watch is None:
+                loss, norm = train_step(model, optimizers, batch, config, step, seed)
+                now = time.perf_counter()  # waiting for the batch is part of a step
+                write(log, progress, Done(step, loss, norm, now - start))
+            else:
+                for done in watch.add(step, batch, *step_once(model, optimizers, batch, config, step)):
+                    write(log, progress, done)
             if checkpoint_every and (step + 1) % checkpoint_every == 0 and step + 1 < total_steps:
+                for done in watch.flush() if watch else ():
+                    write(log, progress, done)
                 log.flush()
                 flops, samples = count()
                 save(step + 1)
+                if watch:
+                    watch.restart()
             start = time.perf_counter()
+        for done in watch.flush() if watch else ():
+            write(log, progress, done)
         flops, samples = count()
         result = _results(config, data, model, device, times, losses, flops, samples)
         result |= {"seed": seed, "identity": identity}
@@ -194,24 +212,38 @@ def train_seed(
 def train_step(
     model: GEM, optimizers: Optimizers, batch: Batch, config: Config, step: int, seed: int
 ) -> tuple[float, float]:
-    """Forward, backward (tables are updated in it), clip and update; returns loss and dense gradient norm."""
-    with autocast(config, batch.dense.device):
-        logits = model(batch)
-    sums = loss_sums(logits, batch.labels, batch.weights)
-    loss = normalised_loss(sums, {task: weight.sum() for task, weight in batch.weights.items()})
+    """Forward, backward (tables are updated in it), clip and update; returns loss and dense gradient norm.
+
+    Waits for both and raises DivergedError before a bad one changes anything. `step_once` is the form without waiting.
+    """
+    loss = forward_loss(model, batch, config)
     value = loss.item()
-    where = f"variant {config.variant}, seed {seed}, step {step}"
-    if not math.isfinite(value):
-        raise DivergedError(f"{where}: loss is {value}; first bad tensor: {first_bad_tensor(model, batch, config)}")
+    check(model, config, seed, step, batch, value, None)
     loss.backward()
     norm = optimizers.clip()
-    if not math.isfinite(norm):
-        bad = next(
-            (k for k, p in model.dense_parameters().items() if p.grad is not None and not p.grad.isfinite().all()), "?"
-        )
-        raise DivergedError(f"{where}: gradient norm is {norm}; first bad tensor: gradient of {bad}")
+    check(model, config, seed, step, batch, value, norm)
     optimizers.step(step)
     return value, norm
+
+
+def step_once(
+    model: GEM, optimizers: Optimizers, batch: Batch, config: Config, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same step queued on a GPU without one wait for it; loss and norm stay there, float32 scalars.
+
+    Whoever calls it looks at them later (gem/watch.py); until then the device itself keeps the dense parameters from a
+    loss or norm that is not finite.
+    """
+    loss = forward_loss(model, batch, config)
+    loss.backward()
+    return loss.detach(), optimizers.clip_and_step(step, loss)
+
+
+def forward_loss(model: GEM, batch: Batch, config: Config) -> torch.Tensor:
+    """Loss of a batch, a float32 scalar with its graph."""
+    with autocast(config, batch.dense.device):
+        logits = model(batch)
+    return batch_loss(logits, batch)
 
 
 def autocast(config: Config, device: torch.device):

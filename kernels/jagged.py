@@ -9,8 +9,9 @@ module is the one place for the conventions of the whole package:
 
 Bad offsets are a ValueError that names the index and the value. Offsets in host memory are checked on every call.
 Offsets on a GPU are checked once per tensor object (and again after an in-place change), because reading them stops the
-host until the device catches up; KERNELS_CHECK=0 in the environment switches these off. Under torch.compile the same
-conditions become device-side assertions.
+host until the device catches up; who made them from a host copy says so with `remember`, and nothing is read back.
+Under torch.compile the same conditions become device-side assertions. KERNELS_CHECK=0 in the environment (for compiled
+code: when it is traced) switches both off.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def checks_enabled() -> bool:
     """Whether offsets that live on a GPU have their values checked: True unless KERNELS_CHECK=0."""
     return os.environ.get("KERNELS_CHECK", "1") != "0"
+
+
+_checked_when_traced = torch.compiler.assume_constant_result(checks_enabled)
 
 
 def _on_host(offsets: torch.Tensor) -> bool:
@@ -126,6 +130,16 @@ def _recall(offsets: torch.Tensor) -> _Known | None:
     return known if known is not None and known.version == _version(offsets) else None
 
 
+def remember(offsets: torch.Tensor, host: torch.Tensor) -> None:
+    """Say what a GPU offsets tensor holds: `host`, the copy in host memory that it was made from.
+
+    Checks and implementations that need the values on the host then use this copy and never wait for the device. It is
+    trusted to be equal; a later in-place change of `offsets` makes it forgotten.
+    """
+    if not _on_host(offsets):
+        _KNOWN[offsets] = _Known(_version(offsets), host, False)
+
+
 def has_values(offsets: torch.Tensor) -> bool:
     """False for tensors without storage (fake or meta), whose lengths nobody can know."""
     return not isinstance(offsets, FakeTensor) and offsets.device.type != "meta"
@@ -144,6 +158,8 @@ def host_offsets(offsets: torch.Tensor) -> torch.Tensor:
 
 def _assert_on_device(offsets, name, total, max_len, max_len_name, strict) -> None:
     """The value checks as asynchronous assertions, which torch.compile keeps in the graph."""
+    if not _checked_when_traced():
+        return
     torch._assert_async(offsets[0] == 0, f"{name}: offsets[0] is not 0")
     torch._assert_async(offsets[-1] <= total, f"{name}: offsets[-1] is past the number of rows")
     if strict:

@@ -16,6 +16,8 @@ and get zeros (never a neighbour's rows, so a neighbour's NaN does not pass), wr
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -77,15 +79,33 @@ def put(rows: Tensor, index: Tensor, block: Tensor) -> None:
 def row_index(starts: Tensor, lengths: Tensor, size: int, batch: int, x: Tensor, total: int | None = None) -> Tensor:
     """Rows of a table like x's for sequences padded to `size` and a batch filled up to `batch`: int64 [batch, H, size].
 
-    starts, lengths: int64 on the host. total: rows that the table holds, x.shape[0] if None. On x's device.
+    starts, lengths: int64, on the host or on x's device. total: rows that the table holds, x.shape[0] if None. On x's
+    device.
     """
-    num_heads = x.shape[1]
+    num_heads, device = x.shape[1], starts.device
     missing = (x.shape[0] if total is None else total) * num_heads
-    column = torch.arange(size)
-    rows = (starts[:, None, None] + column) * num_heads + torch.arange(num_heads)[:, None]
-    index = torch.full((batch, num_heads, size), missing)
+    column = torch.arange(size, device=device)
+    rows = (starts[:, None, None] + column) * num_heads + torch.arange(num_heads, device=device)[:, None]
+    index = torch.full((batch, num_heads, size), missing, device=device)
     index[: len(starts)] = torch.where((column < lengths[:, None])[:, None], rows, missing)
     return index.to(x.device, non_blocking=True)
+
+
+_KEPT: dict[tuple, tuple] = {}
+
+
+def kept(build, q_offsets: Tensor | None, kv_offsets: Tensor, *sizes):
+    """build(), kept while both offsets tensors live unchanged: the layers of a step share them, the first one pays."""
+    given = [x for x in (q_offsets, kv_offsets) if x is not None]
+    if any(x.is_inference() for x in given):
+        return build()
+    key = (q_offsets is None, *((id(x), x._version) for x in given), *sizes)
+    found = _KEPT.get(key)
+    if found is not None and all(ref() is x for ref, x in zip(found[0], given, strict=True)):
+        return found[1]
+    built = build()
+    _KEPT[key] = ([weakref.ref(x, lambda _: _KEPT.pop(key, None)) for x in given], built)
+    return built
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

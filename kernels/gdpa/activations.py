@@ -42,7 +42,8 @@ _aten = torch.ops.aten
 class Activation:
     """value(s) and derivative(s) elementwise; pullback(g, s) = g * derivative(s) in few passes over memory.
 
-    valid_to: largest |s| for which the formula approximates what its name says (inf = everywhere).
+    valid_to: largest |s| for which the formula approximates what its name says (inf = everywhere). one_kernel: value
+    and pullback are each one kernel of torch that computes in float32 and rounds once.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Activation:
     derivative: Callable[[Tensor], Tensor]
     pullback: Callable[[Tensor, Tensor], Tensor]
     valid_to: float = math.inf
+    one_kernel: bool = False
 
 
 def _gelu_derivative(s: Tensor) -> Tensor:
@@ -83,17 +85,18 @@ def _silu_derivative(s: Tensor) -> Tensor:
 _TABLE = {
     a.name: a
     for a in (
-        Activation("gelu", F.gelu, _gelu_derivative, lambda g, s: _aten.gelu_backward(g, s)),
+        Activation("gelu", F.gelu, _gelu_derivative, lambda g, s: _aten.gelu_backward(g, s), one_kernel=True),
         Activation(
             "gelu_tanh",
             lambda s: F.gelu(s, approximate="tanh"),
             _gelu_tanh_derivative,
             lambda g, s: _aten.gelu_backward(g, s, approximate="tanh"),
+            one_kernel=True,
         ),
         Activation(
             "gelu_taylor6", _taylor6, _taylor6_derivative, lambda g, s: g * _taylor6_derivative(s), valid_to=1.0
         ),
-        Activation("silu", F.silu, _silu_derivative, lambda g, s: _aten.silu_backward(g, s)),
+        Activation("silu", F.silu, _silu_derivative, lambda g, s: _aten.silu_backward(g, s), one_kernel=True),
         Activation("relu", F.relu, lambda s: (s > 0).to(s.dtype), lambda g, s: _aten.threshold_backward(g, s, 0)),
         Activation("relu2", lambda s: F.relu(s).square(), lambda s: 2 * F.relu(s), lambda g, s: g * F.relu(s) * 2),
         Activation("identity", lambda s: s, torch.ones_like, lambda g, s: g),
@@ -110,23 +113,26 @@ def get(name: str) -> Activation:
     return _TABLE[name]
 
 
-def _wide(s: Tensor) -> Tensor:
+def _wide(name: str, s: Tensor) -> Tensor:
+    """s in float32 or wider, except on a GPU where torch's kernel widens in registers."""
+    if s.is_cuda and get(name).one_kernel:
+        return s
     return s.float() if s.dtype in (torch.bfloat16, torch.float16) else s
 
 
 def value(name: str, s: Tensor) -> Tensor:
     """act(s), same shape and dtype as s."""
-    return get(name).value(_wide(s)).to(s.dtype)
+    return get(name).value(_wide(name, s)).to(s.dtype)
 
 
 def derivative(name: str, s: Tensor) -> Tensor:
     """act'(s), same shape and dtype as s."""
-    return get(name).derivative(_wide(s)).to(s.dtype)
+    return get(name).derivative(s.float() if s.dtype in (torch.bfloat16, torch.float16) else s).to(s.dtype)
 
 
 def pullback(name: str, grad: Tensor, s: Tensor) -> Tensor:
     """grad * act'(s): the gradient of a loss with respect to s, given the one with respect to act(s)."""
-    return get(name).pullback(_wide(grad), _wide(s)).to(s.dtype)
+    return get(name).pullback(_wide(name, grad), _wide(name, s)).to(s.dtype)
 
 
 def masked_value(name: str, s: Tensor, valid: Tensor | None) -> Tensor:

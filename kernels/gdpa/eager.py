@@ -21,6 +21,7 @@ from ..padded_batch import (
     chunks,
     compute_dtype,
     empty_table,
+    kept,
     length_class,
     matmul,
     put,
@@ -43,35 +44,43 @@ class _Group(NamedTuple):
     valid: Tensor | None
 
 
-def _spans(offsets: Tensor) -> tuple[Tensor, Tensor]:
-    ends = host_offsets(offsets).long()
+def _starts_lengths(offsets: Tensor) -> tuple[Tensor, Tensor]:
+    ends = offsets.long()
     return ends[:-1], ends.diff()
 
 
-def _groups(q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor) -> Iterator[_Group]:
+def _groups(q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor) -> list[_Group]:
+    """The groups of a call, made once for a pair of offsets tensors."""
+    sizes = (*q.shape[:2], k.shape[0], q.device, torch.get_num_threads())
+    return kept(lambda: list(_make_groups(q, k, q_offsets, kv_offsets)), q_offsets, kv_offsets, *sizes)
+
+
+def _make_groups(q: Tensor, k: Tensor, q_offsets: Tensor | None, kv_offsets: Tensor) -> Iterator[_Group]:
     device, shared = q.device, q_offsets is None
-    kv_starts, kv_lengths = _spans(kv_offsets)
-    if shared:
-        q_lengths = torch.full_like(kv_lengths, q.shape[0])
-        q_starts = torch.zeros_like(q_lengths)
-        out_starts = torch.arange(len(q_lengths)) * q.shape[0]
-    else:
-        q_starts, q_lengths = _spans(q_offsets)
+    kv_lengths = host_offsets(kv_offsets).long().diff()
+    q_lengths = torch.full_like(kv_lengths, q.shape[0]) if shared else host_offsets(q_offsets).long().diff()
     classes, class_of = torch.unique(
         torch.stack([length_class(q_lengths), length_class(kv_lengths)], 1), dim=0, return_inverse=True
     )
+    places = [*_starts_lengths(kv_offsets)] * 2  # on the device: indices are made where they are used
+    if shared:
+        places[:2] = torch.zeros_like(places[2]), torch.full_like(places[3], q.shape[0])
+    else:
+        places[:2] = _starts_lengths(q_offsets)
     for number, (q_size, kv_size) in enumerate(classes.tolist()):
         unit = q.shape[1] * q_size * kv_size
         if unit == 0:
             continue  # no pairs: the zeros that the outputs start with
         for own in chunks((class_of == number).nonzero().flatten(), unit, device):
             batch = whole_vectors(len(own), unit, device)
-            queries = outputs = row_index(q_starts[own], q_lengths[own], q_size, batch, q)
-            if shared:
-                outputs = row_index(out_starts[own], q_lengths[own], q_size, batch, q, len(q_lengths) * q.shape[0])
-            keys = row_index(kv_starts[own], kv_lengths[own], kv_size, batch, k)
             # Without a sequence shorter than the class there is nothing to mask, and the numbers are the same.
             full = bool((kv_lengths[own] == kv_size).all())
+            own = own.to(device, non_blocking=True)
+            queries = outputs = row_index(places[0][own], places[1][own], q_size, batch, q)
+            if shared:
+                first = own * q.shape[0]
+                outputs = row_index(first, places[1][own], q_size, batch, q, len(q_lengths) * q.shape[0])
+            keys = row_index(places[2][own], places[3][own], kv_size, batch, k)
             valid = None if full else keys[:, :1, None] != k.shape[0] * k.shape[1]
             yield _Group(queries, outputs, keys, valid)
 

@@ -206,8 +206,7 @@ def test_tables_are_updated_in_backward_by_row_wise_adagrad(data):
     Optimizers(model, config, 10)
     batch = data.train.batch(np.arange(16))
     for item in (model, twin):
-        sums = train.loss_sums(item(batch), batch.labels, batch.weights)
-        train.normalised_loss(sums, {t: w.sum() for t, w in batch.weights.items()}).backward()
+        train.forward_loss(item, batch, config).backward()
     for name, table in model.table_parameters().items():
         old, grad = twin.table_parameters()[name].detach(), twin.table_parameters()[name].grad
         state = grad.square().mean(1, keepdim=True)
@@ -222,8 +221,7 @@ def test_dense_gradients_are_clipped_by_their_global_norm(data):
     model = train.build(config, data, 0, CPU)
     optimizers = Optimizers(model, config, 10)
     batch = data.train.batch(np.arange(16))
-    sums = train.loss_sums(model(batch), batch.labels, batch.weights)
-    train.normalised_loss(sums, {t: w.sum() for t, w in batch.weights.items()}).backward()
+    train.forward_loss(model, batch, config).backward()
     norm = optimizers.clip()
     after = torch.stack([p.grad.norm() for p in model.dense_parameters().values()]).norm().item()
     assert norm > 1e-3 and after == pytest.approx(1e-3, rel=1e-3)
