@@ -118,10 +118,11 @@ def spawn(
     store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     deadline = time.monotonic() + timeout_s
     children, pipes = [], []
+    packed = _pack(tuple(arguments))
     try:
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
-            job = (rank, world_size, store.port, backend, timeout_s, fn, tuple(arguments), there)
+            job = (rank, world_size, store.port, backend, timeout_s, fn, packed, there)
             child = context.Process(target=_child, args=job, name=f"rank{rank}", daemon=True)
             child.start()
             there.close()
@@ -134,7 +135,7 @@ def spawn(
             child.join()
 
 
-def _child(rank: int, size: int, port: int, backend: str, timeout_s: float, fn, arguments: tuple, pipe) -> None:
+def _child(rank: int, size: int, port: int, backend: str, timeout_s: float, fn, packed: bytes, pipe) -> None:
     """Body of a spawned rank: join, run, send (True, result) or (False, time, text)."""
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)  # shows where a rank hangs
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -143,15 +144,13 @@ def _child(rank: int, size: int, port: int, backend: str, timeout_s: float, fn, 
     if backend == "gloo":
         torch.set_num_threads(1)
     try:
-        result = fn(start(backend, timeout_s), *arguments)
-        payload = io.BytesIO()
-        torch.save(result, payload)
+        payload = _pack(fn(start(backend, timeout_s), *_unpack(packed)))
     except BaseException as error:
         when = time.time()
         text = "".join(traceback.format_exception(error))
         pipe.send((False, when, f"{type(error).__name__}: {error}\n{text}"))
         os._exit(1)  # without waiting for peers that may never answer
-    pipe.send((True, time.time(), payload.getvalue()))
+    pipe.send((True, time.time(), payload))
     stop()
 
 
@@ -186,7 +185,18 @@ def _collect(children: list, pipes: list, deadline: float, timeout_s: float) -> 
     if open_ranks:
         names = ", ".join(map(str, sorted(open_ranks)))
         raise TimeoutError(f"launch: rank {names} of {size} had not ended after {timeout_s:g} s")
-    return [torch.load(io.BytesIO(answers[rank][2]), weights_only=False) for rank in range(size)]
+    return [_unpack(answers[rank][2]) for rank in range(size)]
+
+
+def _pack(value) -> bytes:
+    """Bytes by value: a tensor sent as such would be shared memory, which ends with its process."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(payload: bytes):
+    return torch.load(io.BytesIO(payload), weights_only=False)
 
 
 def ending(exit_code: int | None) -> str:
