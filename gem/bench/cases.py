@@ -19,7 +19,8 @@ from kernels import bounds, flops, jagged
 
 ATTENTION = ("jagged_attention", "gdpa", "block_attention")
 ROWWISE = ("rotary", "layer_norm", "rms_norm")
-OPS = (*ATTENTION, *ROWWISE, "norm_gdpa_norm")
+LOW_PRECISION = ("mx_linear", "norm_quantize")
+OPS = (*ATTENTION, *ROWWISE, "norm_gdpa_norm", *LOW_PRECISION)
 FOLDERS = {"jagged_attention": "jfa", "gdpa": "gdpa", "block_attention": "block_attention", "rotary": "rotary"}
 MAX_CHECKED_PAIRS = 2**27  # query-key pairs of one head in float64: 1 GiB a score matrix
 CHECKED_SEQUENCES = 8
@@ -86,8 +87,10 @@ class Case:
         """Useful FLOPs; the backward by the kernel convention (scores recomputed once)."""
         phase = {"bwd": "bwd_kernel"}.get(phase, phase)
         heads, width = self.q.shape[-2:]
-        if self.op in ROWWISE:
+        if self.op in ROWWISE or self.op == "norm_quantize":
             return 0
+        if self.op == "mx_linear":
+            return 2 * self.q.shape[0] * (heads * width) ** 2 * (1 if phase == "fwd" else 2)
         if self.op == "block_attention":
             return flops.block_attention(self.q_lengths, heads, width, phase=phase)
         if self.op == "jagged_attention":
@@ -99,6 +102,10 @@ class Case:
     def bytes(self, phase: str) -> int:
         """Bytes that must cross device memory at least once."""
         heads, width, size = *self.q.shape[-2:], self.q.element_size()
+        if self.op == "norm_quantize":
+            return self.q.numel() * (size + 1) + 4 * self.q.numel() // 128
+        if self.op == "mx_linear":
+            return size * (2 * self.q.numel() + (heads * width) ** 2) * (1 if phase == "fwd" else 2)
         if self.op in ROWWISE:
             return self.q.numel() * size * (2 if phase == "fwd" or self.op == "rotary" else 3)
         if self.op == "block_attention":
@@ -114,10 +121,12 @@ class Case:
             phase=phase,
         )
 
-    def bound(self, phase: str, chip: str, ceilings: bounds.Ceilings) -> bounds.Bound:
-        """Least time that the chip allows. ValueError where the chip is not known."""
+    def bound(self, phase: str, chip: str, ceilings: bounds.Ceilings, dtype: torch.dtype | None = None) -> bounds.Bound:
+        """Least time that the chip allows; dtype: of the operands, None = the case's. ValueError where the chip is not
+        known."""
         heads, width = self.q.shape[-2:]
         op = {"layer_norm": "norm", "rms_norm": "norm", "norm_gdpa_norm": "gdpa"}.get(self.op, self.op)
+        op = {"mx_linear": "linear", "norm_quantize": "quantize"}.get(op, op)
         needs_keys = op in ("jagged_attention", "gdpa") and not self.is_self
         return bounds.bound(
             op,
@@ -126,7 +135,7 @@ class Case:
             heads,
             width,
             "bwd_kernel" if phase == "bwd" and op in ATTENTION else phase,
-            self.q.dtype,
+            self.q.dtype if dtype is None else dtype,
             self.row["activation"] or None,
             chip,
             ceilings=ceilings,
@@ -225,7 +234,7 @@ def _chosen(case: Case) -> tuple[list[int], slice]:
         if not kept or total <= MAX_CHECKED_PAIRS:
             kept.append(index)
     large = int(pairs[kept].sum()) > MAX_CHECKED_PAIRS // 16
-    fused = case.op == "norm_gdpa_norm" or case.op in ROWWISE  # norms run over all heads
+    fused = case.op not in ATTENTION  # norms and linear layers run over all heads
     return sorted(kept), slice(0, 1) if large and not fused else slice(None)
 
 
@@ -289,14 +298,24 @@ def plain_function(case: Case) -> Callable:
     """Plain torch form f(q, k, v) of a row-wise op or of norm + GDPA + norm; unused arguments are ignored."""
     if case.op == "rotary":
         return lambda q, k, v: turn(q, case.cos, case.sin)
-    if case.op in ("layer_norm", "rms_norm"):
+    if case.op in ("layer_norm", "rms_norm", "norm_quantize"):
         norm = torch.nn.functional.layer_norm if case.op == "layer_norm" else torch.nn.functional.rms_norm
         return lambda q, k, v: norm(q.flatten(1), (q.shape[1] * q.shape[2],), eps=1e-5).view_as(q)
+    if case.op == "mx_linear":
+        return lambda q, k, v: (q.flatten(1) @ linear_weight(case, q.dtype).T).view_as(q)
     from kernels.fused_norm.api import pffn
 
     return lambda q, k, v: pffn(
         q, k, v, case.q_offsets, case.kv_offsets, activation=case.row["activation"], scale=case.scale, impl="reference"
     )
+
+
+def linear_weight(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """Weight [K, K] of an mx_linear case, K = heads * head_dim, rounded to the case's dtype; the same in every call."""
+    width = case.q.shape[1] * case.q.shape[2]
+    draws = torch.Generator(case.device).manual_seed(int(case.row["seed"]) + 1)
+    weight = torch.randn(width, width, generator=draws, device=case.device) * width**-0.5
+    return weight.to(getattr(torch, case.row["dtype"])).to(dtype)
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from gem import hardware, record, workflow
-from gem.bench import cases, peers
+from gem.bench import cases, low_precision, peers
 from gem.bench.ceilings import measure_ceilings
 from gem.bench.timing import measure
 from gem.cli import Parser
@@ -25,6 +25,7 @@ from kernels.testing import error_budget, relative_error, snr_db
 
 SHARED_SOURCES = ("kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_backward.py")
 FOLDERS = cases.FOLDERS | dict.fromkeys(("layer_norm", "rms_norm", "norm_gdpa_norm"), "fused_norm")
+FOLDERS |= {"mx_linear": "mxfp8", "norm_quantize": "fused_norm"}
 
 
 class DeviceLostError(RuntimeError):
@@ -121,11 +122,11 @@ class Bench:
             run.add(**base, metric="gemms", p50=call.gemms[phase])
         if self.ceilings.gemm_bf16_tflops and tflops:
             run.add(**base, metric="share_of_gemm", p50=tflops / self.ceilings.gemm_bf16_tflops, n=timing.n)
-        self.record_bound(run, case, base, timing)
+        self.record_bound(run, case, base, timing, call.dtype)
 
-    def record_bound(self, run, case, base, timing) -> None:
+    def record_bound(self, run, case, base, timing, dtype=None) -> None:
         try:
-            bound = case.bound(base["phase"], self.chip, self.ceilings)
+            bound = case.bound(base["phase"], self.chip, self.ceilings, dtype)
         except ValueError as error:
             run.add(**base, metric="bound_ms", status="unsupported", scope="modelled", note=str(error))
             return
@@ -139,7 +140,8 @@ class Bench:
             if name not in exact.values or value is None:
                 continue
             right, own = exact.values[name]
-            rows = exact.pick(name, call.unpack(name, value.detach()))
+            value = value.detach() if isinstance(value, torch.Tensor) else value  # 8-bit operands come as pairs
+            rows = exact.pick(name, call.unpack(name, value))
             if rows.shape != right.shape:
                 return f"{name}: shape {tuple(rows.shape)}, expected {tuple(right.shape)}"
             if not bool(rows.isfinite().all()):
@@ -149,6 +151,8 @@ class Bench:
             worst_snr = min(worst_snr, snr_db(rows, right))
             budget = error_budget(own, right, roundings=roundings(own.dtype, case))
             error = float((rows.double() - right.double()).abs().max()) if rows.numel() else 0.0
+            if call.budget is not None:  # 8-bit operands: the error of norms, which the format sets
+                error, budget = relative_error(rows, right), call.budget
             if error > budget:
                 problem = problem or f"{name}: error {error:.3g} above the budget {budget:.3g} of same-dtype eager"
         if problem is None or "finite" not in problem:
@@ -211,6 +215,9 @@ def sources_of(op: str, impl: str) -> tuple[str, ...]:
     if impl.endswith(":block_mask"):
         op = "jagged_attention"
     shared = [name for name in SHARED_SOURCES if (workflow.ROOT / name).exists()]
+    if op in cases.LOW_PRECISION or impl.partition(":")[0] == low_precision.NAME:
+        shared = ["kernels/mxfp8", "kernels/tlx_pipeline.py", *shared]
+        return tuple(dict.fromkeys((f"kernels/{FOLDERS[op]}" if op == "norm_quantize" else shared[0], *shared)))
     return (f"kernels/{FOLDERS[op]}", *shared)
 
 

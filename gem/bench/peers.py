@@ -22,7 +22,8 @@ from functools import partial
 
 import torch
 
-from gem.bench.cases import ATTENTION, FOLDERS, Case, plain_function, turn
+from gem.bench import low_precision
+from gem.bench.cases import ATTENTION, FOLDERS, LOW_PRECISION, Case, plain_function, turn
 from kernels import jagged
 from kernels.registry import Case as Properties
 
@@ -46,9 +47,11 @@ class Call:
     unpack: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, x: x
     note: str = ""
     gemms: dict[str, int] | None = None
+    budget: float | None = None  # relative error allowed instead of a multiple of eager's own
+    dtype: torch.dtype | None = None  # of the operands, where that is not the case's
 
     def output(self, result: object) -> torch.Tensor:
-        return result[0] if isinstance(result, tuple) else result
+        return result[0] if type(result) is tuple else result
 
 
 def prepare(case: Case, impl: str) -> Call:
@@ -56,6 +59,8 @@ def prepare(case: Case, impl: str) -> Call:
     name, _, option = impl.partition(":")
     if name in PEERS:
         return _PEERS[name](case)
+    if name == low_precision.NAME or case.op in LOW_PRECISION:
+        return low_precision.prepare(case, name, option, Call, Unsupported)
     if case.op not in ATTENTION:
         return _composed(case, name)
     if option.endswith("_rotary"):

@@ -1,5 +1,5 @@
 """Attention (jagged, in blocks) and GDPA in MX precision, emulated: the numbers that block-scaled matrix units would
-produce.
+produce. A recipe of format `hopper` goes to hopper_function.py instead, whose forward pass is real on Hopper.
 
 Every GEMM multiplies MX values along its own reduction axis and adds in float32:
 
@@ -38,6 +38,7 @@ from .. import jagged
 from ..gdpa import activations
 from ..rotary.api import Rotary, apply_rotary
 from ..validation import strict_float32
+from . import hopper_function
 from .formats import BLOCK, Hadamard
 from .quantize import round_to_mx
 from .recipe import Recipe
@@ -134,9 +135,15 @@ def _run(q, k, v, q_offsets, kv_offsets, activation, scale, recipe, window=None,
         q = q.expand(batch, *q.shape).flatten(0, 1)
     jagged.check_offsets(q_offsets, "q_offsets", q.shape[0])
     jagged.check_offsets(kv_offsets, "kv_offsets", k.shape[0], batch=q_offsets.shape[0] - 1)
-    o, _ = torch.ops.gem_kernels.mx_attention(
-        q, k, v, q_offsets, kv_offsets, float(scale), window, block_size, activation, recipe.encode()
-    )
+    if recipe.format == "hopper":
+        for name, value in (("window", window), ("block_size", block_size)):
+            if value is not None:
+                raise ValueError(f"{name}: {value}; allowed in format hopper: None (no 8-bit kernel has it)")
+        o = hopper_function.attention(q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale, recipe=recipe)
+    else:
+        o, _ = torch.ops.gem_kernels.mx_attention(
+            q, k, v, q_offsets, kv_offsets, float(scale), window, block_size, activation, recipe.encode()
+        )
     return o.unflatten(0, (batch, length)) if shared else o
 
 

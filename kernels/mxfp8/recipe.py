@@ -83,6 +83,11 @@ class Recipe:
         """Whether the operand is a gradient that this recipe rounds stochastically."""
         return self.stochastic and operand in ("gradient", "ds", "do")
 
+    def on_hopper(self) -> Recipe:
+        """This recipe in format `hopper`: the same GEMMs of linear layers, rounding and late layers; of attention the
+        operands of the forward pass. The rotation is that of linear layers alone."""
+        return replace(self, name=f"{self.name}_hopper", format="hopper", attention=("q", "k", "v", "p"))
+
     def encode(self) -> str:
         """JSON that `decode` turns back into an equal Recipe."""
         return self._text
