@@ -114,6 +114,23 @@ def one_line(summary: dict) -> str:
     return " ".join(parts)
 
 
+def record_failure(
+    config: Config, status: str, note: str, *, tier: str, experiment: str, case: str, results: str = "results"
+) -> Path:
+    """Write the part of a variant that could not be trained: every metric of a seed with `status` and no number."""
+    from gem import record as records
+
+    with records.Run(
+        tier, experiment, config=config.to_dict(), case_row=config.row, sources=SOURCES, results=results
+    ) as run:
+        for name, phase in SEED_METRICS.items():
+            run.add(
+                case=case, subject=config.variant, impl=implementation(config), phase=phase, metric=name,
+                status=status, note=note,
+            )  # fmt: skip
+    return run.folder / f"{run.run_id}.csv"
+
+
 def record(config: Config, summary: dict, *, tier: str, experiment: str, case: str, results: str = "results") -> Path:
     """Write the part of this variant: a row a seed, and one over the seeds with p50, p20, p80."""
     from gem import record as records

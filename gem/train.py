@@ -414,6 +414,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run:
             case = arguments.case or data.train.schema.name
             report.record(config, summary, tier=arguments.run, experiment=arguments.experiment, case=case)
+    except torch.OutOfMemoryError as error:
+        reason = f"{config.variant} does not fit at local batch {config.train.batch_size}: {str(error).splitlines()[0]}"
+        print(f"gem.train: out of memory: {reason}; lower --batch-size or take a smaller --preset", file=sys.stderr)
+        if not arguments.run:
+            return 1
+        # a result like any other: the pipeline goes on, tables show the status
+        case = arguments.case or data.train.schema.name
+        report.record_failure(config, "oom", reason, tier=arguments.run, experiment=arguments.experiment, case=case)
+        return 0
     except OSError as error:
         print(f"gem.train: {_where(error, arguments)}", file=sys.stderr)
         return 1

@@ -311,6 +311,26 @@ def test_results_and_records(data, tmp_path, monkeypatch):
     )
 
 
+def test_out_of_memory_is_a_record_and_a_line(folder, tmp_path, monkeypatch, capsys):
+    """With --run the pipeline gets rows of status oom and goes on; without it the command fails."""
+    from gem import record
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB.\nMore lines")
+
+    monkeypatch.setattr(train, "train_seed", full)
+    monkeypatch.chdir(tmp_path)
+    words = ["--variant", "baseline_padded", "--data", str(folder), "--batch-size", "64", "--quiet"]
+    assert train.main([*words, "--output", "out"]) == 1
+    assert train.main([*words, "--run", "smoke"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("baseline_padded does not fit at local batch 64: CUDA out of" in x for x in lines)
+    (part,) = Path("results/smoke/records/parts").glob("*.csv")
+    rows = record.read(part)
+    assert set(rows.status) == {"oom"} and rows.p50.isna().all() and {"qps", "mfu", "ne_ctr"} <= set(rows.metric)
+    assert not list(tmp_path.rglob("summary.json"))
+
+
 def command(*arguments, env=None):
     done = subprocess.run(
         [sys.executable, "-m", "gem.train", *map(str, arguments)],
