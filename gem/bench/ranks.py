@@ -139,6 +139,9 @@ def main(module: str, description: str, parts: Mapping[str, Callable[[Job], None
                 raise ValueError(
                     f"--ranks {args.ranks}; allowed: 2 to the GPUs of this host, {torch.cuda.device_count()}"
                 )
+            # inductor's own worker processes do not see the GPU beside TLX's Triton
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+            os.environ |= launch.NO_MULTICAST
             return launch.main(["--standalone", "--nproc-per-node", str(args.ranks), "-m", module, *argv])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -137,6 +138,7 @@ def everything(rank) -> dict:
         "eval": evaluation(rank),
         "refused": refused(rank),
         "stale": stale(rank),
+        "bench": on_bench_tables(rank) if rank.world_size == 2 else None,
     }
 
 
@@ -225,20 +227,31 @@ def refused(rank) -> dict[str, str]:
     return found
 
 
-def on_gpus(rank) -> dict:
-    """On NCCL: V1 with uneven batches, and the check of the benchmark for every generation."""
+def on_bench_tables(rank, names=("v1", "v2", "v3")) -> dict:
+    """The check of the benchmark for every generation; and with tables drawn by their shards, what each rank holds."""
     from gem.bench import sparse as bench
 
+    job = SimpleNamespace(rank=rank)
+    errors = {name: bench.check(job, name) for name in names}
+    tables = bench.TableSet(count=6, rows=3000, dim=16, batch=16, mean_ids=3.0)
+    drawn = {}
+    for name in ("v1", "v2", "v3"):
+        own = bench.Bags(tables, "meta")
+        sharded = shard_tables(own, bench.mesh_of(name, rank.world_size), name, device=rank.device, lr=0.01)
+        batch = bench.batch_of(tables, rank.rank, 0, rank.device)
+        target = bench.target_of(tables, rank.rank, 0, rank.device)
+        bench.one_step(own, sharded, batch, target, rank.world_size)
+        ids = bench.ids_here(sharded, tables, rank.rank, rank.world_size)
+        drawn[name] = {"ids": ids, "memory": sharded.memory(), "tables": sharded.gather()}
+    return {"errors": errors, "drawn": drawn}
+
+
+def on_gpus(rank) -> dict:
+    """On NCCL: V1 with uneven batches, and the check of the benchmark for every generation."""
     world = rank.world_size
     common = {"generation": "v1", "mesh": Mesh(world, world), "optimizer": "sgd"}
     found = {
         "row": _summary(*train(rank, sizes=[5, 3][:world], scheme="row", **common)),
         "auto": _summary(*train(rank, sizes=[4] * world, scheme="auto", **common)),
     }
-
-    class Job:
-        pass
-
-    job = Job()
-    job.rank = rank
-    return found | {"errors": {name: bench.check(job, name) for name in bench.SUBJECTS}}
+    return found | on_bench_tables(rank, ("v1", "v2", "v3", "v3_torchrec"))

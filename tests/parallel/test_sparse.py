@@ -126,6 +126,24 @@ def test_placement():
     assert Placement("t", 10, 4, 2, 4).ranks_of(np.arange(3)).tolist() == [2, 2, 2]
 
 
+def test_the_benchmark_checks_and_counts():
+    """Its check is small for every generation; tables that their shards draw are whole, alike on all ranks, and each id
+    is looked up once."""
+    if 2 not in _seen:
+        _seen[2] = launch.spawn(2, checks.everything, "gloo", timeout_s=150)
+    seen = [rank["bench"] for rank in _seen[2]]
+    for rank in seen:
+        assert all(error < 1e-4 for error in rank["errors"].values())
+        for name, found in rank["drawn"].items():
+            for table, value in found["tables"].items():
+                assert value.isfinite().all() and value.std() > 0.001, (name, table)
+                assert torch.equal(value, seen[0]["drawn"][name]["tables"][table]), (name, table)
+    ids = {name: [rank["drawn"][name]["ids"] for rank in seen] for name in GENERATIONS}
+    assert sum(ids["v1"]) == sum(ids["v2"]) and ids["v2"] == ids["v3"]
+    memory = {name: [rank["drawn"][name]["memory"].tables for rank in seen] for name in GENERATIONS}
+    assert sum(memory["v1"]) == memory["v2"][0] == memory["v2"][1] == 2 * memory["v3"][0]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
 def test_two_gpus():
     """On NCCL: V1 with SGD as one process, uneven batches included; all generations through gem.bench.sparse.check."""
