@@ -62,16 +62,17 @@ class Optimizers:
         as they are, so that what went wrong can still be looked for when the host hears of it; the other one gets
         gradients of zero.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.dense, self.clip_norm, foreach=True)
+        gradients = [item.grad for item in self.dense if item.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        share = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
         bad = 1.0 - (loss.detach().isfinite() & norm.isfinite()).float()
         self.stopped = bad if self.stopped is None else torch.maximum(self.stopped, bad)
-        if self.kind == "fused":
-            self.adamw.found_inf = self.stopped  # the fused kernel skips its update where this is 1
-            self.step(step)
-            return norm
-        for item in self.dense:
-            if item.grad is not None:
-                item.grad.masked_fill_(self.stopped > 0, 0.0)
+        if self.kind == "fused":  # the kernel itself scales the gradients, and skips its update where found_inf is 1
+            self.adamw.grad_scale, self.adamw.found_inf = share.reciprocal(), self.stopped
+        else:
+            torch._foreach_mul_(gradients, share)
+            for gradient in gradients:
+                gradient.masked_fill_(self.stopped > 0, 0.0)
         self.step(step)
         return norm
 

@@ -21,6 +21,7 @@ from gem.heads import loss_sums, normalised_loss
 from gem.model import GEM, branch_steps
 from gem.norms import KeyNorm, layer_norm
 from gem.train import train_step
+from kernels import padded_batch
 from tests.gem import tiny
 
 
@@ -283,17 +284,26 @@ def test_mean_pooling_divides_by_the_whole_bag():
 
 
 def test_layers_compile_without_graph_breaks(split):
-    """One graph a layer, for batches of other sizes too: fullgraph makes a break an error."""
+    """One graph a layer, for batches of other sizes too: fullgraph makes a break an error, and nothing is compiled
+    again as lengths and sizes change. What follows from offsets is made once a batch and shared by layers, forward and
+    backward."""
     plain = build(split, self_attention="block", pooling="hsp")
     compiled = build(split, self_attention="block", pooling="hsp")
     torch._dynamo.reset()
     compilation.apply(compiled, "aot_eager")
-    for rows in (np.arange(20), np.arange(7, 40)):
+    before, batch, made = compilation.graphs(), None, []
+    for rows in (np.arange(20), np.arange(7, 40), np.arange(3)):
         batch = split.batch(rows)
+        padded_batch._KEPT.clear()
+        gradients(compiled, batch)
+        made.append(compilation.graphs() - before)
+        assert len(padded_batch._KEPT) == len(tiny.EVENTS)
         (loss_one, one), (loss_two, two) = gradients(plain, batch), gradients(compiled, batch)
         torch.testing.assert_close(loss_one, loss_two, rtol=1e-5, atol=1e-6)
         for name, grad in one.items():
             torch.testing.assert_close(grad, two[name], rtol=1e-3, atol=1e-5)
+    # two layers (the second has one event type fewer), two event types, the features, the heads
+    assert made == [6, 6, 6]
     with pytest.raises(ValueError, match="unknown implementation 'jit'; allowed: eager, aot_eager, inductor"):
         compilation.apply(plain, "jit")
 

@@ -227,6 +227,50 @@ def test_dense_gradients_are_clipped_by_their_global_norm(data):
     assert norm > 1e-3 and after == pytest.approx(1e-3, rel=1e-3)
 
 
+def with_optimizer(kind, **kwargs):
+    config = tiny.config(**kwargs)
+    return dataclasses.replace(config, implementations=dataclasses.replace(config.implementations, optimizer=kind))
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused"])
+def test_the_step_that_waits_for_nothing_is_the_same_step(data, kind):
+    config = with_optimizer(kind, train={"clip_norm": 0.05})
+    models = [train.build(config, data, 0, CPU) for _ in range(2)]
+    optimizers = [Optimizers(model, config, 10) for model in models]
+    for step in range(3):
+        batch = data.train.batch(np.arange(step * 16, step * 16 + 16))
+        waited = train.train_step(models[0], optimizers[0], batch, config, step, 0)
+        queued = train.step_once(models[1], optimizers[1], batch, config, step)
+        assert waited[1] > 0.05 and [x.item() for x in queued] == pytest.approx(waited, rel=1e-5)
+    for name, value in models[0].named_parameters():
+        torch.testing.assert_close(dict(models[1].named_parameters())[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("place", ["loss", "gradient"])
+def test_a_bad_step_and_all_after_it_leave_the_dense_parameters_alone(data, place):
+    config = with_optimizer("fused")
+    model = train.build(config, data, 0, CPU, fused_tables=True)
+    optimizers, batch, bad = Optimizers(model, config, 10), data.train.batch(np.arange(16)), torch.zeros(())
+    weight = model.heads.logit["ctr"].weight
+    if place == "gradient":
+        weight.register_hook(lambda grad: torch.where(bad > 0, grad * math.inf, grad))
+    else:
+        model.heads.register_forward_hook(
+            lambda m, a, out: {k: v + torch.where(bad > 0, math.nan, 0.0) for k, v in out.items()}
+        )
+    kept = None
+    for step in range(4):
+        bad.fill_(float(step == 1))
+        if step == 1:
+            kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        loss, norm = train.step_once(model, optimizers, batch, config, step)
+        assert bool(loss.isfinite() & norm.isfinite()) == (step != 1)
+        if step == 1:
+            assert all(value.isfinite().all() for value in model.state_dict().values())
+    for name, value in model.dense_parameters().items():
+        assert torch.equal(value, kept[name]), name
+
+
 def test_warm_up_is_linear_and_ends_at_the_rate(data):
     config = tiny.config(train={"warmup_share": 0.4})
     optimizers = Optimizers(GEM(config, data.train.schema), config, 10)
