@@ -315,7 +315,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Implementations:
-    """What the toggles run as in this tier: names known to `kernels`, or "varlen_attn" (torch's own)."""
+    """What the toggles run as in this tier: names known to `kernels`, or "varlen_attn" (torch's own).
+
+    precision: the format of rows in 8 bits, "mx" (emulated) or "hopper" (real on an H100 or H200).
+    """
 
     attention: str = "eager"
     gdpa: str = "eager"
@@ -323,6 +326,7 @@ class Implementations:
     norm: str = "eager"
     compile: str = "eager"
     optimizer: str = "foreach"
+    precision: str = "mx"
 
 
 @dataclass(frozen=True)
@@ -438,6 +442,9 @@ def _implementations(toggles: Toggles, tier: dict) -> Implementations:
         if not isinstance(choices, dict) or toggle.value not in choices:
             raise ValueError(f"tier {tier.get('tier')}: implementations.{name} has no entry for {toggle.value!r}")
         values[name] = str(choices[toggle.value])
+    # Block formats of 8-bit rows: emulated MX unless the tier says "hopper".
+    choices = table.get("precision") or {}
+    values["precision"] = str(choices.get(toggles.precision.value, "mx"))
     return Implementations(**values)
 
 

@@ -26,12 +26,13 @@ from kernels.mxfp8 import MXTensor, Recipe
 class Rules:
     """Which linears become low: module names by shell patterns, and the least number of features in and out.
 
-    32 is a whole block: below it a GEMM gains nothing from block scales.
+    32 is a whole block: below it a GEMM gains nothing from block scales. multiple: what both must be multiples of.
     """
 
     include: tuple[str, ...] = ("layers.*",)
     exclude: tuple[str, ...] = ()
     min_features: int = 32
+    multiple: int = 1
 
     def why_kept(self, name: str, linear: nn.Linear) -> str | None:
         """Why a linear keeps its precision, or None."""
@@ -41,6 +42,8 @@ class Rules:
             return f"name is excluded by {', '.join(self.exclude)}"
         if min(linear.in_features, linear.out_features) < self.min_features:
             return f"{linear.in_features} x {linear.out_features} features, fewer than {self.min_features}"
+        if linear.in_features % self.multiple or linear.out_features % self.multiple:
+            return f"{linear.in_features} x {linear.out_features} features, not multiples of {self.multiple}"
         return None
 
 
@@ -73,7 +76,8 @@ class MXLinear(nn.Linear):
 def apply(model: nn.Module, config) -> list[Change]:
     """Put the row's precision on a model: `config.toggles.precision` says where, `config.toggles.mx_recipe` how.
 
-    bf16 changes nothing; mx_attention: attention; mx_mlp: linears; mx_full: both. Call it before compiling,
+    bf16 changes nothing; mx_attention: attention; mx_mlp: linears; mx_full: both. config.implementations.precision says
+    in which format: "mx" emulated, "hopper" real on that GPU. Call it before compiling,
     checkpointing and sharding. Returns what happened to each candidate.
     """
     where = str(config.toggles.precision)
@@ -83,6 +87,8 @@ def apply(model: nn.Module, config) -> list[Change]:
     if where == "bf16":
         return []
     recipe = mxfp8.get_recipe(str(config.toggles.mx_recipe))
+    if config.implementations.precision == "hopper":
+        recipe = recipe.on_hopper()
     return apply_recipe(
         model, recipe, linears=where in ("mx_mlp", "mx_full"), attention=where in ("mx_attention", "mx_full")
     )
@@ -94,9 +100,12 @@ def apply_recipe(
     """Put `recipe` on the linears and / or attention modules of `model`, in place. A module reached by two names
     stays one.
 
-    ValueError when nothing would change: a model without candidates, or a recipe that skips all layers.
+    ValueError when nothing would change: a model without candidates, or a recipe that skips all layers. Format hopper
+    keeps what its kernels cannot run: linears below 128 features or of sizes that 16 does not divide, attention in
+    blocks or windows or with heads other than 128 wide.
     """
-    rules = Rules() if rules is None else rules
+    hopper = recipe.format == "hopper"
+    rules = Rules(min_features=128, multiple=16) if rules is None and hopper else rules or Rules()
     late = _late_layers(model, recipe.skip_last)
     changes: list[Change] = []
     done: dict[nn.Linear, MXLinear] = {}
@@ -110,6 +119,7 @@ def apply_recipe(
                 low = done.setdefault(module, MXLinear(module, recipe))
                 setattr(model.get_submodule(parent), child, low)
         elif attention and hasattr(module, "precision"):
+            skipped = skipped or (_no_hopper_kernel(module) if hopper else None)
             changes.append(Change(name, "attention", skipped))
             if skipped is None:
                 module.precision = recipe
@@ -119,6 +129,16 @@ def apply_recipe(
             reasons = "; ".join(f"{c.name}: {c.kept}" for c in changes if c.kind == kind) or "the model has none"
             raise ValueError(f"recipe {recipe.name!r}: no {kind} module to run in MX ({reasons})")
     return changes
+
+
+def _no_hopper_kernel(module: nn.Module) -> str | None:
+    """Why no 8-bit kernel computes an attention module, or None."""
+    kind, size = getattr(module, "kind", None), getattr(module, "size", None)
+    if kind is not None and str(kind) != "full":
+        return f"no 8-bit kernel for {kind} attention"
+    if size is not None and size.head_dim != 128:
+        return f"heads of {size.head_dim}, and the 8-bit kernels have 128"
+    return None
 
 
 def _late_layers(model: nn.Module, count: int) -> tuple[str, ...]:

@@ -92,10 +92,11 @@ def implementation(config: Config) -> str:
         if toggles.self_attention.value == "block":
             parts.append(f"block:{names.block_attention}")
         parts += [f"norm:{names.norm}", f"compile:{names.compile}"]
-    if toggles.precision.value in ("mx_attention", "mx_full"):  # emulated numerics take the place of every attention op
+    emulated = names.precision == "mx"
+    if toggles.precision.value in ("mx_attention", "mx_full") and emulated:  # in place of every attention op
         parts = ["attention:mx_emulated", f"compile:{names.compile}"]
     if toggles.mx_recipe.value != "none":
-        parts.append(f"mx:{toggles.mx_recipe.value}")
+        parts.append(f"{names.precision}:{toggles.mx_recipe.value}")
     return " ".join([*parts, f"optimizer:{names.optimizer}"])
 
 

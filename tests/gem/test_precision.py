@@ -57,8 +57,10 @@ OFFSETS = torch.tensor([0, 30, 30, 41])
 X = torch.randn(41, 40, generator=torch.Generator().manual_seed(1))
 
 
-def config(where: str, recipe: str):
-    return SimpleNamespace(toggles=SimpleNamespace(precision=where, mx_recipe=recipe))
+def config(where: str, recipe: str, format: str = "mx"):
+    return SimpleNamespace(
+        toggles=SimpleNamespace(precision=where, mx_recipe=recipe), implementations=SimpleNamespace(precision=format)
+    )
 
 
 def low_linears(model) -> set[str]:
@@ -182,3 +184,31 @@ def test_shards_quantised_before_the_gather_equal_the_whole(features):
         precision.join_shards(payload[:, 1:], features, recipe)
     with pytest.raises(ValueError, match=r"recipe\.block"):
         precision.quantize_shard(weight, replace(recipe, block=(32, 32)))
+
+
+class Sized(Attention):
+    def __init__(self, width: int, kind: str | None, head_dim: int):
+        super().__init__(width)
+        self.kind, self.size = kind, SimpleNamespace(head_dim=head_dim)
+
+
+def test_format_hopper_takes_what_its_kernels_run():
+    model = Model(width=128, depth=2)
+    model.layers[0].up, model.layers[0].attention = nn.Linear(128, 136), Sized(128, "block", 128)
+    model.layers.insert(1, Layer(128))
+    model.layers[1].attention = Sized(128, None, 64)
+    changes = {change.name: change for change in precision.apply(model, config("mx_full", "rceil", "hopper"))}
+    kept = {name: change.kept for name, change in changes.items() if change.kept is not None}
+    assert "not multiples of 16" in kept["layers.0.up"] and "128 x 1 features" in kept["layers.2.gate"]
+    assert "block attention" in kept["layers.0.attention"] and "heads of 64" in kept["layers.1.attention"]
+    assert changes["layers.2.attention"].kept is None and changes["layers.2.up"].kept is None
+    assert model.layers[2].up.recipe.format == model.layers[2].attention.precision.format == "hopper"
+
+
+def test_format_hopper_trains_on_a_cpu():
+    model, plain = Model(width=128, depth=2), Model(width=128, depth=2)
+    precision.apply(model, config("mx_full", "wgrad_high", "hopper"))
+    out, want = model(X, OFFSETS), plain(X, OFFSETS)
+    assert not torch.equal(out, want) and float((out - want).norm() / want.norm()) < 0.1
+    out.square().mean().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.layers.parameters())
