@@ -3,11 +3,11 @@
     python -m gem.bench.precompile --tier gpu --processes 14 kernels=v4,tlx traffic=all
 
 Takes the steps of `python -m gem.bench.session`. Every row and implementation runs forward and backward once on a batch
-of BATCH sequences, which leaves its kernels in the caches on disk (Triton's, inductor's); nothing is checked, timed or
-recorded. Kernels are chosen by head size, dtype and kind, so the small batch compiles what the full one needs; a
-kernel that Triton specialises on a size (a multiple of 16, say) may compile once more in the bench. Peers that
-inductor compiles for one shape (FULL_SHAPE) run at their full size and first, since they take longest; processes
-share the GPU's memory, so ask for fewer of them at once where that is little.
+of 16 sequences or a few more, which leaves its kernels in the caches on disk (Triton's, inductor's); nothing is
+checked, timed or recorded. Kernels are chosen by head size, dtype and kind, and Triton tells sizes that are multiples
+of 16 from others: the small batch agrees with the full one in that, and so compiles what it needs. Peers that inductor
+compiles for one shape (FULL_SHAPE) run at their full size and first, since they take longest; processes share the
+GPU's memory, so ask for fewer of them at once where that is little.
 
 Exit status: 0 also when an implementation cannot run here (it is named); 1 when one failed otherwise.
 """
@@ -25,13 +25,18 @@ from gem.bench import session
 from gem.cli import Parser
 from gem.progress import Progress
 
-BATCH = 3
+BATCH = 16
 FULL_SHAPE = ("flex", "compiled_eager", "compiled_rotary")
 
 
 def at_full_shape(impl: str) -> bool:
     """Whether an implementation compiles for the exact shapes of a row."""
     return bool(set(impl.split(":")) & set(FULL_SHAPE))
+
+
+def small_batch(row: dict) -> int:
+    """Sequences of the small batch: few, and as many beyond a multiple of 16 as the row's."""
+    return BATCH + int(row["batch"]) % BATCH
 
 
 def jobs_of(steps: Iterable[session.Step]) -> list[tuple[dict, str]]:
@@ -47,7 +52,7 @@ def compile_one(row: dict, impl: str, device: str) -> tuple[str, str]:
     from gem.bench import cases, peers
 
     place = hardware.open_device(device)
-    small = row if at_full_shape(impl) else row | {"batch": str(BATCH)}
+    small = row if at_full_shape(impl) else row | {"batch": str(small_batch(row))}
     try:
         case = cases.build(small, place)
         call = peers.prepare(case, impl)

@@ -144,8 +144,16 @@ def test_one_job_runs_small_unless_its_shape_matters(settings, monkeypatch):
     assert status == "unsupported" and "impl 'v9'" in reason
     assert precompile.compile_one(row, "v4", "cpu")[0] == "unsupported"
     assert precompile.compile_one(row, "flex", "cpu")[0] == "unsupported"
-    assert [row["batch"] for row in built] == ["3", "3", "3", row["batch"]]
+    small = str(precompile.small_batch(row))
+    assert [row["batch"] for row in built] == [small, small, small, row["batch"]]
     assert precompile.compile_one(row | {"q_law": "no law"}, "eager", "cpu")[0] != "ok"
+
+
+@pytest.mark.parametrize("batch", [16, 36, 1152, 7])
+def test_the_small_batch_is_of_the_kind_of_the_full_one(batch):
+    """Triton compiles apart for sizes that are multiples of 16 and for others."""
+    small = precompile.small_batch({"batch": str(batch)})
+    assert 0 < small < 32 and (small % 16 == 0) == (batch % 16 == 0)
 
 
 def test_a_pass_over_processes(capsys):
