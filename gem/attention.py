@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from gem.config import RotaryMode, SelfAttention
 from kernels import block_attention, gdpa, jagged_attention, mxfp8
 from kernels.jagged import row_ids
-from kernels.rotary import Rotary, apply_rotary
+from kernels.rotary import Rotary, apply_rotary_qkv
 
 VARLEN = "varlen_attn"  # torch.nn.attention.varlen, a peer that is not part of `kernels`
 
@@ -105,10 +105,12 @@ def self_attention(
 def _self_attention(qkv, events: Events, kind, window, block_size, rotary, impl, block_impl, recipe) -> torch.Tensor:
     fused = rotary is RotaryMode.FUSED
     inside = fused and kind is SelfAttention.BLOCK
-    if not inside:
-        turn = apply_rotary if fused else rotate
-        qkv = turn(qkv.flatten(-3, -2), events.cos, events.sin).view(qkv.shape)
-    q, k, v = qkv.unbind(-3)
+    if inside:
+        q, k, v = qkv.unbind(-3)
+    elif fused:
+        q, k, v = apply_rotary_qkv(qkv, events.cos, events.sin)
+    else:
+        q, k, v = rotate(qkv.flatten(-3, -2), events.cos, events.sin).view(qkv.shape).unbind(-3)
     if events.mask is not None:
         return _padded_self(q, k, v, events.mask, kind, window, block_size)
     if kind is SelfAttention.BLOCK:

@@ -36,9 +36,10 @@ def forward(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
     return rotate(x, cos, sin, interleaved).to(x.dtype)
 
 
-def backward(dy: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """dx = R(-theta) dy, like dy and contiguous."""
-    return rotate_back(dy, cos, sin, interleaved).to(dy.dtype)
+def backward(dy: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, out: Tensor | None = None) -> Tensor:
+    """dx = R(-theta) dy, like dy and contiguous, or written to `out`."""
+    dx = rotate_back(dy, cos, sin, interleaved).to(dy.dtype)
+    return dx if out is None else out.copy_(dx)
 
 
 def _unsupported(case: Case) -> str | None:

@@ -74,9 +74,9 @@ def forward(x, cos, sin, *, interleaved):
     return rotate_with(None, x, cos, sin, interleaved=interleaved)
 
 
-def backward(dy, cos, sin, *, interleaved):
-    """dx = R(-theta) dy."""
-    return rotate_with(None, dy, cos, sin, interleaved=interleaved, back=True)
+def backward(dy, cos, sin, *, interleaved, out=None):
+    """dx = R(-theta) dy, written to `out` [T, H, D] (strided) if there is one."""
+    return rotate_with(None, dy, cos, sin, interleaved=interleaved, back=True, out=out)
 
 
 def unsupported(case: Case) -> str | None:

@@ -131,3 +131,20 @@ def test_killed_and_resumed_continues_the_curve(data, tmp_path, monkeypatch):
         curves.append([line["loss"] for line in lines[:-1]])
     assert curves[0] == pytest.approx(curves[1], rel=2e-3)
     assert resumed["ne_ctr"] == pytest.approx(straight["ne_ctr"], rel=2e-3)
+
+
+def test_packed_rotary_writes_one_gradient(poison):
+    """The Triton form against the reference: rows of a wider buffer in, each gradient at its place."""
+    from kernels.rotary import apply_rotary_qkv
+
+    wide = torch.randn(301, 4, 4, 128, device=GPU, dtype=torch.bfloat16)
+    angle = torch.randn(301, 64, device=GPU)
+    results = []
+    for impl in ("triton", "reference"):
+        x = wide[:, :3].detach().requires_grad_()
+        outputs = apply_rotary_qkv(x, angle.cos(), angle.sin(), impl=impl)
+        weights = [torch.linspace(-1, 1, o.numel(), device=GPU).view(o.shape).to(o.dtype) for o in outputs]
+        torch.autograd.backward(outputs, weights)
+        results.append([*outputs, x.grad])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1.6e-2, atol=1e-2)

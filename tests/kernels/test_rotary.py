@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.rotary import REGISTRY, Rotary, apply_rotary
+from kernels.rotary import REGISTRY, Rotary, apply_rotary, apply_rotary_qkv
 from kernels.rotary.reference import rotate, rotate_back
 from kernels.testing import assert_within_eager
 
@@ -141,3 +141,23 @@ def test_rotary_keeps_its_names_and_refuses_others():
     assert Rotary(cos, sin).on == ("q", "k", "v") and Rotary(cos, sin).interleaved
     with pytest.raises(ValueError, match="distinct names"):
         Rotary(cos, sin, on=("q", "q"))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_a_packed_buffer_is_turned_part_by_part_and_gets_one_gradient(interleaved):
+    x = torch.randn(7, 4, 2, 8, dtype=torch.float64)[:, :3].requires_grad_()  # strided rows
+    angle = torch.randn(7, 4)
+    cos, sin = angle.cos(), angle.sin()
+    got = apply_rotary_qkv(x, cos, sin, interleaved)
+    wanted = [apply_rotary(part, cos, sin, interleaved) for part in x.unbind(1)]
+    weights = [torch.randn(7, 2, 8, dtype=torch.float64) for _ in range(3)]
+    for one, two in zip(got, wanted, strict=True):
+        assert torch.equal(one, two) and one.is_contiguous()
+    sums = [sum((w * o).sum() for w, o in zip(weights, outputs, strict=True)) for outputs in (got, wanted)]
+    torch.testing.assert_close(*(torch.autograd.grad(value, x)[0] for value in sums), rtol=1e-12, atol=0)
+    own = x.detach().clone().requires_grad_()
+    arguments = (cos, sin, interleaved, "reference")
+    torch.library.opcheck(torch.ops.gem_kernels.rotary_qkv, (own, *arguments))
+    torch.library.opcheck(torch.ops.gem_kernels.rotary_qkv_backward, (*own.detach().unbind(1), *arguments))
+    with pytest.raises(ValueError, match=r"rotary: qkv is .*\(7, 2, 2, 8\); allowed: a floating tensor"):
+        apply_rotary_qkv(x[:, :2], cos, sin)
