@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.fx.experimental import _config as symbolic
 
 from gem.model import GEM
 
@@ -39,7 +40,7 @@ def apply(model: GEM, implementation: str, *, layers: bool = True) -> GEM:
     torch._dynamo.config.specialize_float = True
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16 * len(model.layers))
     # a batch of 1,024 whose longest history is 1,024 must not make the two one symbol
-    torch.fx.experimental._config.use_duck_shape = False
+    symbolic.use_duck_shape = False
     settings = {"backend": implementation, "fullgraph": True, "dynamic": True}
     for layer in model.layers if layers else ():
         layer.compile(**settings)
