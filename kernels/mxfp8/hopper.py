@@ -50,7 +50,7 @@ def blocks_plainly(
     blocks = split(x.float())
     codes = formats.scale_codes(blocks.abs().amax((1, 3), keepdim=True), dtype, scale_mode)
     data = formats.encode(blocks, codes, dtype, None if uniform is None else split(uniform))
-    raw = data.view(torch.uint8).reshape(blocks.shape[0] * tall, -1)[:rows, :columns].contiguous()
+    raw = data.view(torch.uint8).reshape(blocks.shape[0] * tall, blocks.shape[2] * wide)[:rows, :columns].contiguous()
     return Scaled(raw.view(dtype), scale_values(codes[:, 0, :, 0]))
 
 
@@ -178,6 +178,8 @@ def product(a: Scaled, b: Scaled, rows: int, dtype: torch.dtype) -> Tensor:
     elsewhere the same values are multiplied in float32. ValueError on a GPU that is not Hopper, or for K, N that are
     no multiple of 16.
     """
+    if not a.data.numel():  # no tokens
+        return torch.zeros(rows, b.data.shape[0], dtype=dtype, device=a.data.device)
     if not a.data.is_cuda:
         return (values(a) @ values(b).T)[:rows].to(dtype)
     why = unsupported(a.data.device, b.data.shape[0], b.data.shape[1])
