@@ -464,8 +464,8 @@ def _offsets(lengths: np.ndarray) -> torch.Tensor:
 
 
 def _kjt(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    values = np.concatenate([values for values, _ in features.values()]).astype(np.int64)
-    lengths = np.concatenate([lengths for _, lengths in features.values()]).astype(np.int64)
+    values = np.concatenate([values for values, _ in features.values()], dtype=np.int64)
+    lengths = np.concatenate([lengths for _, lengths in features.values()], dtype=np.int64)
     # ids were checked when the split was read, so only the book-keeping is checked here
     return checked_kjt(list(features), torch.from_numpy(values), torch.from_numpy(lengths))
 

@@ -389,6 +389,8 @@ def _where(error: OSError, arguments: argparse.Namespace) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    # lengths differ from batch to batch: segments that grow serve them all, where fixed ones are freed and made anew
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         config = configure(arguments)
         device = hardware.open_device(config.device)
