@@ -3,8 +3,9 @@
 A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice,
 `candidates` what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
 
-Phases: fwd (v2), fwd_tma (v3), dq and dkdv (split scheme), atomic (its kernel is dkdv's with dQ by atomics, but it has
-other needs: a wider key tile sends fewer atomics), fused (recompute), owner (owner and serial).
+Phases: fwd_tma (v2 and v3 by descriptors), fwd_window (v2 so, with a window), fwd (v2 and v3 by loads); dq, dkdv (split
+scheme) and atomic (its kernel is dkdv's with dQ by atomics, but it has other needs: a wider key tile sends fewer
+atomics), by loads or, with _tma behind the name, by descriptors; fused (recompute), owner (owner and serial).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import triton
 
 from ..registry import Case
 
-PHASES = ("fwd", "fwd_tma", "dq", "dkdv", "atomic", "fused", "owner")
+PHASES = (
+    "fwd", "fwd_tma", "fwd_window", "dq", "dkdv", "atomic", "dq_tma", "dkdv_tma", "atomic_tma", "fused", "owner",
+)  # fmt: skip
+FORWARD = PHASES[:3]
 
 
 @dataclass(frozen=True)
@@ -44,23 +48,35 @@ def head_dim_class(head_dim: int) -> int:
 CONFIGS: dict[tuple[int, str], Config] = {
     (64, "fwd"): Config(128, 64, 4, 3),
     (64, "fwd_tma"): Config(128, 64, 4, 3),
+    (64, "fwd_window"): Config(128, 64, 4, 3),
     (64, "dq"): Config(128, 64, 8, 2),
     (64, "dkdv"): Config(64, 128, 8, 2),
     (64, "atomic"): Config(64, 128, 8, 2),
+    (64, "dq_tma"): Config(128, 64, 8, 2),
+    (64, "dkdv_tma"): Config(64, 128, 8, 2),
+    (64, "atomic_tma"): Config(64, 128, 8, 2),
     (64, "fused"): Config(64, 64, 4, 2),
     (64, "owner"): Config(64, 128, 8, 2),
     (128, "fwd"): Config(128, 64, 4, 2),
     (128, "fwd_tma"): Config(64, 64, 4, 3),
+    (128, "fwd_window"): Config(64, 64, 4, 3),
     (128, "dq"): Config(64, 64, 4, 2),
     (128, "dkdv"): Config(64, 64, 4, 2),
     (128, "atomic"): Config(64, 128, 8, 2),
+    (128, "dq_tma"): Config(64, 64, 4, 2),
+    (128, "dkdv_tma"): Config(64, 64, 4, 2),
+    (128, "atomic_tma"): Config(64, 128, 8, 2),
     (128, "fused"): Config(64, 64, 8, 2),
     (128, "owner"): Config(32, 128, 8, 2),
     (256, "fwd"): Config(128, 64, 8, 2),
     (256, "fwd_tma"): Config(128, 64, 8, 2),
+    (256, "fwd_window"): Config(128, 64, 8, 2),
     (256, "dq"): Config(128, 32, 8, 2),
     (256, "dkdv"): Config(32, 64, 8, 2),
     (256, "atomic"): Config(32, 64, 8, 2),
+    (256, "dq_tma"): Config(128, 32, 8, 2),
+    (256, "dkdv_tma"): Config(32, 64, 8, 2),
+    (256, "atomic_tma"): Config(32, 64, 8, 2),
     (256, "fused"): Config(32, 64, 8, 2),
     (256, "owner"): Config(32, 64, 8, 2),
 }
@@ -99,15 +115,15 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
     if phase not in PHASES:
         raise ValueError(f"candidates: unknown phase {phase!r}; allowed: {', '.join(PHASES)}")
     width = min(256, max(64, head_dim_class(head_dim)))
-    if phase in ("fwd", "fwd_tma"):
+    if phase in FORWARD:
         shapes = [
             (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3),
             (128, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 32, 4, 3), (256, 64, 8, 2),
         ]  # fmt: skip
-    elif phase == "dq":
+    elif phase in ("dq", "dq_tma"):
         shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1),
                   (128, 32, 4, 2), (128, 64, 4, 2)]  # fmt: skip
-    elif phase in ("dkdv", "atomic"):
+    elif phase in ("dkdv", "atomic", "dkdv_tma", "atomic_tma"):
         shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2),
                   (128, 128, 8, 1), (128, 64, 8, 2), (32, 128, 4, 2)]  # fmt: skip
     elif phase == "owner":
@@ -116,20 +132,20 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
     else:
         shapes = [(64, 64, 8, 2), (64, 64, 4, 2), (64, 128, 8, 2)]
     found = [Config(*shape) for shape in shapes if _shared_bytes(phase, Config(*shape), width) <= 227 * 1024]
-    if phase in ("fwd", "fwd_tma"):
-        found += [replace(c, tail_n=c.block_n // 2) for c in found if c.block_n == 128 and phase == "fwd"]
+    if phase == "fwd":
+        found += [replace(c, tail_n=c.block_n // 2) for c in found if c.block_n == 128]
     first = CONFIGS[(width, phase)]
     return [first] + [c for c in found if c != first]
 
 
 def _shared_bytes(phase: str, c: Config, width: int) -> int:
     """Shared memory that 16-bit tiles need at least: resident operands plus the pipelined ones."""
-    if phase in ("fwd", "fwd_tma"):
+    if phase in FORWARD:
         return 2 * width * (c.block_m + 2 * c.block_n * c.num_stages)
-    if phase == "dq":
+    if phase in ("dq", "dq_tma"):
         return 2 * width * 2 * (c.block_m + c.block_n * c.num_stages)
     extra = 2 * c.block_m * c.block_n
-    if phase == "atomic":  # a tile's dQ changes its layout in float32 on the way to the atomics, 64 rows at least
+    if phase in ("atomic", "atomic_tma"):  # dQ changes its layout in float32 on the way out, 64 rows at least
         extra += 4 * width * max(c.block_m, 64)
     return 2 * width * 2 * (c.block_n + c.block_m * c.num_stages) + extra
 

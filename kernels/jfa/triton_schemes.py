@@ -19,10 +19,11 @@ import triton
 from .. import triton_common as common
 from . import configs
 from . import triton_backward as kernels
-from .triton_forward import TIME, bias_arguments, check_scale, query_rows
+from .triton_forward import TIME, bias_arguments, check_scale, describable, descriptors, query_rows
 
 GEMMS = {"atomic": 5, "serial": 5, "recompute": 7, "split": 7, "owner": 5}
 SCHEMES = tuple(GEMMS)
+ADDS = {"atomics": 1, "reduce": 4}  # how the atomic scheme adds to dQ, and the kernel's number of it
 
 
 def unsupported(scheme: str, *, window: bool, bias: bool) -> str | None:
@@ -39,7 +40,7 @@ def unsupported(scheme: str, *, window: bool, bias: bool) -> str | None:
 class _Call:
     """Shapes, strides and buffers of one backward call, in the order in which the kernels take them."""
 
-    def __init__(self, do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, bias):
+    def __init__(self, do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, bias, tma=None):
         self.heads, self.head_dim = q.shape[1], q.shape[2]
         self.shared = q_offsets is None
         self.offsets, self.rows = query_rows(q, q_offsets, kv_offsets)
@@ -57,8 +58,10 @@ class _Call:
         self.dk = torch.empty(k.shape, dtype=k.dtype, device=q.device)
         self.dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
         self.delta = torch.empty_like(lse)
+        # One answer for both kernels: a sequence's bits must not depend on which of its tensors is aligned.
+        self.tma = all(describable(x) for x in (q, k, v, self.do)) if tma is None else tma
 
-    def flags(self, phase: str, *, tail: bool = True) -> dict:
+    def flags(self, phase: str, *, tail: bool = True, tma: bool | None = None) -> dict:
         c = configs.select(phase, self.head_dim, self.q.dtype)
         flags = {
             "HEAD_DIM": self.head_dim, "BLOCK_D": configs.head_dim_class(self.head_dim), "BLOCK_M": c.block_m,
@@ -66,7 +69,9 @@ class _Call:
             "SHARED_Q": self.shared, "WINDOW": self.window is not None, "BIAS": self.kind,
             "PRECISION": common.precision_of(self.q.dtype), "num_warps": c.num_warps, "num_stages": c.num_stages,
         }  # fmt: skip
-        return flags | {"TAIL_N": c.tail} if tail else flags
+        if tail:
+            flags["TAIL_N"] = c.block_n if tma else c.tail  # a descriptor reads boxes of one size
+        return flags if tma is None else flags | {"TMA": tma}
 
     @property
     def bias(self) -> tuple:
@@ -96,22 +101,26 @@ class _Call:
         )  # fmt: skip
 
     def query_side(self) -> None:
-        flags = self.flags("dq")
+        flags = self.flags("dq_tma" if self.tma else "dq", tma=self.tma)
         tiles, count, bound = common.tile_list(self.offsets, self.rows, flags["BLOCK_M"])
+        _, k, v = descriptors(self.tma, flags["BLOCK_N"], self.k, self.v)
         kernels.dq_kernel[(bound * self.heads,)](
-            self.q, self.k, self.v, self.o, self.do, self.dq, self.lse, self.delta, tiles, count, self.offsets,
+            self.q, k, v, self.o, self.do, self.dq, self.lse, self.delta, tiles, count, self.offsets,
             self.kv_offsets,
             *self.bias, self.dtable, *self.offset_strides, self.batch, self.rows, *self.sizes, *self.strides,
             *self.o.stride()[:2], *self.do.stride()[:2], *self.dq.stride()[:2], *self.scales, **flags,
         )  # fmt: skip
 
     def key_side(self, dq_mode: int, scratch: torch.Tensor) -> None:
-        """dk, dv by key tile. dq_mode 0: dq is made elsewhere; 1: added to `scratch` by atomics."""
-        flags = self.flags("atomic" if dq_mode == 1 else "dkdv", tail=False)
+        """dk, dv by key tile. dq_mode 0: dq is made elsewhere. 1: added to `scratch` by atomics; 4: so by TMA."""
+        phase = "dkdv" if dq_mode == 0 else "atomic"
+        flags = self.flags(f"{phase}_tma" if self.tma else phase, tail=False, tma=self.tma)
         total = self.k.shape[0]
         tiles, count, bound = common.tile_list(self.kv_offsets, total, flags["BLOCK_N"])
+        _, q, do = descriptors(self.tma, flags["BLOCK_M"], self.q, self.do)
+        _, target = descriptors(dq_mode == 4, flags["BLOCK_M"], scratch)
         kernels.dkdv_kernel[(bound * self.heads,)](
-            self.q, self.k, self.v, self.do, self.dq, scratch, self.dk, self.dv, self.lse, self.delta, tiles, count,
+            q, self.k, self.v, do, self.dq, target, self.dk, self.dv, self.lse, self.delta, tiles, count,
             self.offsets,
             self.kv_offsets, *self.bias, *self.offset_strides, self.batch, total, *self.sizes, *self.strides,
             *self.do.stride()[:2], *self.dq.stride()[:2], *scratch.stride()[:2], *self.dk.stride()[:2], *self.scales,
@@ -155,14 +164,20 @@ class _Call:
 
 def backward(
     do, q, k, v, o, lse, q_offsets, kv_offsets, *, scale, window, bias, max_q_len=None, max_kv_len=None, schedule=None,
-    scheme="split",
+    scheme="split", tma=None, add="atomics",
 ):  # fmt: skip
-    """(dq, dk, dv, gradient of bias.table or None) by the named scheme; other arguments as in `api.py`."""
+    """(dq, dk, dv, gradient of bias.table or None) by the named scheme; other arguments as in `api.py`.
+
+    tma (split and atomic): read what the loops pass over by descriptors, by loads (False), or as can be (None). add:
+    how atomic adds to dQ, "atomics" or the copy engine's "reduce" (with descriptors only).
+    """
     reason = unsupported(scheme, window=window is not None, bias=bias is not None)
     if reason is not None:
         raise ValueError(f"jagged_attention backward: {reason}")
     check_scale(scale)
-    call = _Call(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, bias)
+    if add not in ADDS:
+        raise ValueError(f"jagged_attention backward: add {add!r}; allowed: {', '.join(ADDS)}")
+    call = _Call(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, bias, tma)
     empty = call.heads == 0 or (call.rows == 0 and k.shape[0] == 0)
     if empty:
         dq = call.dq
@@ -182,7 +197,7 @@ def backward(
         else:
             dq = call.scratch(zeroed=True)
             if scheme == "atomic":
-                call.key_side(1, dq)
+                call.key_side(ADDS[add] if call.tma else 1, dq)
             else:
                 call.owners(2, dq, torch.arange(call.batch + 1, device=q.device))
     if call.shared:

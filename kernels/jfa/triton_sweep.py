@@ -37,7 +37,12 @@ SHAPES = {
     "pma32_1024": (1152, "uniform", 1024, 0.5, 32, None),
     "toy": (3, "uniform", 200, 0.5, None, None),
 }
-GEMMS = {"fwd": 2, "fwd_tma": 2, "dq": 3, "dkdv": 4, "atomic": 5, "fused": 7, "owner": 5}
+GEMMS = {"fwd": 2, "dq": 3, "dkdv": 4, "atomic": 5, "atomic_reduce": 5, "fused": 7, "owner": 5}
+# A phase here is one of `configs`, or a second kernel that shares the configurations of one: v3's forward pass, and dQ
+# added by the copy engine instead of atomics.
+SHARED = {"fwd_v3": "fwd_tma", "atomic_reduce": "atomic_tma"}
+PHASES = (*configs.PHASES, *SHARED)
+WINDOW = 128
 
 
 def make(shape: str, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[list, int]:
@@ -64,21 +69,31 @@ def make(shape: str, heads: int, head_dim: int, dtype: torch.dtype) -> tuple[lis
     return [do, q, k, v, o, lse, q_offsets, kv_offsets], pairs
 
 
+def gemms(phase: str) -> int:
+    """Products of a pair of tiles that the phase's kernel really does."""
+    return 2 if phase.startswith("fwd") else GEMMS[phase.removesuffix("_tma")]
+
+
 def runner(phase: str, arguments: list, scale: float):
     """A function of no arguments that runs the phase and returns its main result."""
     _, q, k, v, *_, q_offsets, kv_offsets = arguments
-    if phase == "fwd":
-        return lambda: v2_tuned.forward(q, k, v, q_offsets, kv_offsets, scale=scale, window=None, bias=None)[0]
-    if phase == "fwd_tma":
+    tma = phase not in ("fwd", "dq", "dkdv", "atomic", "fused", "owner")
+    settings = {"scale": scale, "window": WINDOW if phase == "fwd_window" else None, "bias": None, "tma": tma}
+    if phase == "fwd_v3":
         return lambda: v3_subtraction.masked_forward(q, k, v, q_offsets, kv_offsets, scale=scale, tma=True)[0]
-    call = triton_schemes._Call(*arguments, scale, None, None)
+    if phase.startswith("fwd"):
+        return lambda: v2_tuned.forward(q, k, v, q_offsets, kv_offsets, **settings)[0]
+    if phase.startswith("atomic"):
+        add = "reduce" if phase == "atomic_reduce" else "atomics"
+        return lambda: triton_schemes.backward(*arguments, **settings, scheme="atomic", add=add)[0]
+    if phase in ("fused", "owner"):
+        scheme = {"fused": "recompute"}.get(phase, phase)
+        return lambda: triton_schemes.backward(*arguments, **settings, scheme=scheme)[0]
+    call = triton_schemes._Call(*arguments, scale, None, None, tma)
     call.make_delta()
-    if phase == "dq":
+    if phase.startswith("dq"):
         return lambda: (call.query_side(), call.dq)[1]
-    if phase == "dkdv":
-        return lambda: (call.key_side(0, call.dq), call.dk)[1]
-    scheme = {"atomic": "atomic", "fused": "recompute", "owner": "owner"}[phase]
-    return lambda: triton_schemes.backward(*arguments, scale=scale, window=None, bias=None, scheme=scheme)[0]
+    return lambda: (call.key_side(0, call.dq), call.dk)[1]
 
 
 def _compile(job: tuple) -> str | None:
@@ -86,12 +101,25 @@ def _compile(job: tuple) -> str | None:
     phase, config, head_dim, heads, dtype = job
     try:
         arguments, _ = make("toy", heads, head_dim, dtype)
-        with configs.forced(**{phase: config}):
+        with configs.forced(**{SHARED.get(phase, phase): config}):
             runner(phase, arguments, head_dim**-0.5)()
         torch.cuda.synchronize()
         return None
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+
+
+def _timed(run, phase: str, config: configs.Config, expected: torch.Tensor, flops: int) -> dict:
+    """Columns of one configuration: time and rate, or a note that says why it has none."""
+    try:
+        with configs.forced(**{phase: config}):
+            difference = ((run().float() - expected).norm() / expected.norm()).item()
+            if not difference < 1e-2:
+                return {"note": f"wrong: differs by {difference:.1e}"}
+            median, low, high = milliseconds(run)
+    except Exception as error:  # such as more shared memory than the device has: the next one may fit
+        return {"note": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    return {"ms": median, "p20": low, "p80": high, "tflops": flops / median / 1e9}
 
 
 def milliseconds(function) -> tuple[float, float, float]:
@@ -101,11 +129,12 @@ def milliseconds(function) -> tuple[float, float, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--phases", nargs="+", default=list(configs.PHASES), choices=configs.PHASES)
+    parser.add_argument("--phases", nargs="+", default=list(PHASES), choices=PHASES)
     parser.add_argument("--shapes", nargs="+", default=[s for s in SHAPES if s != "toy"], choices=list(SHAPES))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=12, help="compilers at once; 0: nothing is compiled beforehand")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache and end")
     parser.add_argument("--schemes", nargs="*", default=list(triton_schemes.SCHEMES), help="backward schemes to time")
     parser.add_argument("--output", default="")
     options = parser.parse_args(arguments)
@@ -114,10 +143,14 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = [
         (phase, config, options.head_dim, options.heads, dtype)
         for phase in options.phases
-        for config in configs.candidates(phase, options.head_dim)
+        for config in configs.candidates(SHARED.get(phase, phase), options.head_dim)
     ]
-    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        errors = list(pool.map(_compile, jobs))
+    errors = [None] * len(jobs)
+    if options.workers:
+        with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            errors = list(pool.map(_compile, jobs))
+    if options.compile_only:
+        return
     table = []
     for shape in options.shapes:
         data, pairs = make(shape, options.heads, options.head_dim, dtype)
@@ -136,14 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
                     "note": error or "",
                 }
                 if error is None:
-                    with configs.forced(**{phase: config}):
-                        difference = ((run().float() - expected).norm() / expected.norm()).item()
-                        if difference < 1e-2:
-                            median, low, high = milliseconds(run)
-                            flops = 2 * GEMMS[phase] * options.heads * options.head_dim * pairs
-                            row |= {"ms": median, "p20": low, "p80": high, "tflops": flops / median / 1e9}
-                        else:
-                            row["note"] = f"wrong: differs by {difference:.1e}"
+                    flops = 2 * gemms(phase) * options.heads * options.head_dim * pairs
+                    row |= _timed(run, SHARED.get(phase, phase), config, expected, flops)
+                print(*row.values(), flush=True)
                 table.append(row)
             del expected
         for scheme in options.schemes:

@@ -1,17 +1,14 @@
 """JFA v3: no mask in the loop; zero-filled tails, whose surplus exponentials the denominator gives back.
 
-The source: a 2-D mask costs about 28 % of the executed instructions,
-so keys and queries outside the sequence are read as zeros
-and the surplus is taken off the denominator. Zeros come from the copy engine (one descriptor a tensor,
-with the sequence as its
-extent, so that nothing of a neighbour is read),
-or from predicated loads of the ragged tile where a descriptor cannot describe
-the tensor. A zero key scores 0, so with running maximum m (which then includes 0) each of the n_pad surplus keys added
-exp(0 - m) to the denominator, and nothing to the numerator, whose v rows are zeros too.
+The source: a 2-D mask costs about 28 % of the executed instructions, so keys and queries outside the sequence are read
+as zeros and the surplus is taken off the denominator. Zeros come from the copy engine (one descriptor a tensor, with
+the sequence as its extent, so that nothing of a neighbour is read), or from predicated loads where a descriptor cannot
+describe the tensor. A zero key scores 0, so with the row's maximum m (which then includes 0) each of the n_pad surplus
+keys added exp(0 - m) to the denominator, and nothing to the numerator, whose v rows are zeros too. One loop takes all
+tiles, the ragged one with them; the surplus is subtracted once, behind it.
 
-Domain: subtracting cancels digits,
-so it is done only while every row of the tile keeps more than 2^-8 of the subtracted mass;
-otherwise that tail tile's softmax is redone with a mask (before it touched the accumulator).
+Domain: subtracting cancels digits, so it is done only while every row of the tile keeps more than 2^-8 of the
+subtracted mass; otherwise the program walks over its keys once more, with a mask.
 """
 
 from __future__ import annotations
@@ -19,30 +16,17 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 from ..registry import Case, Implementation
 from ..triton_common import LOG2E, load_rows, precision_of, sequence_range, store_rows, tile_list
 from . import configs, triton_schemes
-from .triton_forward import check_scale, query_rows
+from .triton_forward import check_scale, describable, descriptors, query_rows, tile_rows
 
 MASKINGS = ("mask2d", "subtraction", "none")
 DEFAULT_SCHEME = "split"
 # Least remainder kept, as a share of the subtracted mass. 2^-8 costs 8 of float32's 24 bits: nothing beside 16-bit
 # inputs. A float32 call wants all of its bits, so it subtracts only where the surplus is the small part.
 FLOOR = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-8, torch.float32: 4.0}
-
-
-@triton.jit
-def _rows(source, start, first, head, rows, columns, stride, length,
-          HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-          MASKED: tl.constexpr):  # fmt: skip
-    """Rows first.. of a sequence, zeros from `length` on: by descriptor, or by (predicated) loads."""
-    if TMA:
-        tile = load_ragged(source, start, length, [first, head, 0])
-        return tl.reshape(tile, [BLOCK, BLOCK_D])
-    else:
-        return load_rows(source, first, rows, columns, stride, length, HEAD_DIM, BLOCK_D, MASKED)
 
 
 @triton.jit
@@ -75,7 +59,6 @@ def forward_kernel(
     long_head = head.to(tl.int64)
     q += long_head * sq_h + (0 if SHARED_Q else q_start * sq_t)
     q_tile = load_rows(q, first, row, columns, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
-    start = kv_start.to(tl.int32)
     if not TMA:
         k += kv_start * sk_t + long_head * sk_h
         v += kv_start * sv_t + long_head * sv_h
@@ -83,9 +66,12 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     l = tl.zeros([BLOCK_M], dtype=tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-    whole = kv_len if MASKING == 1 else kv_len // BLOCK_N * BLOCK_N
-    for n in tl.range(0, whole, BLOCK_N):
-        k_tile = _rows(k, start, n, head, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, MASKING == 1)
+    # Without a mask no ragged rest may be visited; with subtraction it is, its surplus keys being zeros.
+    end = kv_len // BLOCK_N * BLOCK_N if MASKING == 0 else kv_len
+    for n in tl.range(0, end, BLOCK_N):
+        k_tile = tile_rows(
+            k, kv_start, n, head, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, MASKING != 0
+        )
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if MASKING == 1:
             s = tl.where((first + row < q_len)[:, None] & (n + step < kv_len)[None, :], s, float("-inf"))
@@ -96,26 +82,30 @@ def forward_kernel(
             acc, l, m = acc * alpha[:, None], l * alpha + tl.sum(p, 1), m_new
         else:
             p, acc, l, m = _softmax_step(s, acc, l, m, scale_log2)
-        v_tile = _rows(v, start, n, head, step, columns, sv_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, MASKING == 1)
+        v_tile = tile_rows(
+            v, kv_start, n, head, step, columns, sv_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, MASKING != 0
+        )
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     if MASKING == 2:
-        if whole < kv_len:
-            k_tile = _rows(k, start, whole, head, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
-            v_tile = _rows(v, start, whole, head, step, columns, sv_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            surplus = (whole + BLOCK_N - kv_len).to(tl.float32) * tl.exp2(-m_new)
-            l_new = l * alpha + tl.sum(p, 1) - surplus
-            if tl.min(l_new - surplus * FLOOR, 0) <= 0:
-                s = tl.where((whole + step < kv_len)[None, :], s, float("-inf"))
-                m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-                p = tl.exp2(s * scale_log2 - m_new[:, None])
-                alpha = tl.exp2(m - m_new)
-                l_new = l * alpha + tl.sum(p, 1)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-            l, m = l_new, m_new
+        spare = (kv_len + BLOCK_N - 1) // BLOCK_N * BLOCK_N - kv_len
+        surplus = spare.to(tl.float32) * tl.exp2(-m)
+        if spare > 0:
+            l -= surplus
+            if tl.min(l - surplus * FLOOR, 0) <= 0:
+                acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+                l = tl.zeros([BLOCK_M], dtype=tl.float32)
+                m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+                for n in tl.range(0, kv_len, BLOCK_N, num_stages=1):
+                    k_tile = tile_rows(
+                        k, kv_start, n, head, step, columns, sk_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True
+                    )
+                    s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    s = tl.where((n + step < kv_len)[None, :], s, float("-inf"))
+                    p, acc, l, m = _softmax_step(s, acc, l, m, scale_log2)
+                    v_tile = tile_rows(
+                        v, kv_start, n, head, step, columns, sv_t, kv_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True
+                    )
+                    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
 
     acc = acc * tl.where(l > 0, 1.0 / l, 0.0)[:, None]
     store_rows(o + q_start * so_t + long_head * so_h, first, row, columns, so_t, q_len, acc, HEAD_DIM)
@@ -123,20 +113,12 @@ def forward_kernel(
     tl.store(lse + long_head * rows + q_start + first + row, value, mask=first + row < q_len)
 
 
-def describable(x: torch.Tensor) -> bool:
-    """Can the copy engine read x [T, H, D]? 16-bit values, rows and heads 16-byte aligned, 1 <= T <= 2^30."""
-    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:2])
-    return x.is_cuda and x.element_size() == 2 and aligned and 0 < x.shape[0] <= 2**30
-
-
 def masked_forward(q, k, v, q_offsets, kv_offsets, *, scale, masking="subtraction", tma=None):
     """(o, lse) with one of three ways of masking, for measuring what a mask costs (figure F05).
 
-    masking: "mask2d", a 2-D -inf mask on every tile; "subtraction"; "none",
-    which is right only where every sequence's number of
-    keys is a multiple of the key tile (the caller vouches for it; a ragged rest would be ignored). tma: True, False,
-    or None =
-    where both k and v can be described to the copy engine.
+    masking: "mask2d", a 2-D -inf mask on every tile; "subtraction"; "none", which is right only where every sequence's
+    number of keys is a multiple of the key tile (the caller vouches for it; a ragged rest would be ignored). tma: True,
+    False, or None = where both k and v can be described to the copy engine.
     """
     if masking not in MASKINGS:
         raise ValueError(f"masked_forward: unknown masking {masking!r}; allowed: {', '.join(MASKINGS)}")
@@ -153,11 +135,10 @@ def masked_forward(q, k, v, q_offsets, kv_offsets, *, scale, masking="subtractio
     if rows and heads:
         tiles, count, bound = tile_list(row_offsets, rows, config.block_m)
         block_d = configs.head_dim_class(head_dim)
-        box = [config.block_n, 1, block_d]
+        _, keys, values = descriptors(tma, config.block_n, k, v)
         forward_kernel[(bound * heads,)](
-            q, create_ragged_descriptor(k, box) if tma else k, create_ragged_descriptor(v, box) if tma else v, o, lse,
-            tiles,
-            count, row_offsets, kv_offsets, row_offsets.stride(0), kv_offsets.stride(0), batch, rows, heads, rows,
+            q, keys, values, o, lse, tiles, count, row_offsets, kv_offsets, row_offsets.stride(0),
+            kv_offsets.stride(0), batch, rows, heads, rows,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], scale * LOG2E,
             HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SHARED_Q=shared,
             MASKING=("none", "mask2d", "subtraction").index(masking), TMA=tma,

@@ -185,11 +185,11 @@ def offsets_of_any_kind(impl: str, device="cpu") -> None:
             assert torch.equal(value, expected[name]), f"{kind.dtype}, stride {kind.stride()}: {name}"
 
 
-def views_of_a_fused_buffer(impl: str, device="cpu") -> None:
+def views_of_a_fused_buffer(impl: str, device="cpu", dtype=torch.float32) -> None:
     """O12: q, k, v as strided views of one buffer whose first quarter is NaN; gradients land in the right slices."""
-    buffer = torch.randn(130, 2048, device=device)
+    buffer = torch.randn(130, 2048, device=device).to(dtype)
     buffer[:, :512] = float("nan")
-    do = torch.randn(130, 4, 128, device=device)
+    do = torch.randn(130, 4, 128, device=device).to(dtype)
 
     def call(split):
         leaf = buffer.clone().requires_grad_()

@@ -53,6 +53,7 @@ def _scheme_arguments(inputs: Inputs, **keywords):
     scale = inputs.q.shape[-1] ** -0.5
     settings = {"scale": scale, "window": None, "bias": None} | keywords
     o, lse = v2_tuned.forward(inputs.q, inputs.k, inputs.v, inputs.q_offsets, kv_offsets, **settings)
+    settings.pop("tma", None)
     return (inputs.do, inputs.q, inputs.k, inputs.v, o, lse, inputs.q_offsets, kv_offsets), settings
 
 
@@ -74,6 +75,31 @@ def scheme(name: str, device="cpu", dtype=torch.float32, head_dim=16, **keywords
             gradients = v2_tuned.backward(*arguments, **settings, scheme=name)
         for what, value in zip(("dq", "dk", "dv"), gradients, strict=False):
             assert_within_eager(value, own[what], exact[what], name=f"{name} {what}", roundings=8.0)
+
+
+def descriptors(device="cpu", dtype=torch.float32, head_dim=16, tma=True) -> None:
+    """v2 with rows read by descriptors (or not): self (with and without a window), cross, shared queries; all schemes
+    that know the difference."""
+    schemes = [("split", "atomics"), ("atomic", "atomics")]
+    if tma and device != "cpu":  # the interpreter has no adding copies
+        schemes.append(("atomic", "reduce"))
+    for q_lengths, kv_lengths, shared, window in (
+        ((0, 1, 33, 64, 130), None, None, None), ((5, 0, 100), None, None, 20),
+        ((5, 0, 34, 3), (40, 3, 0, 33), None, None), ((33, 0, 40), None, 9, None),
+    ):  # fmt: skip
+        inputs = make_inputs(
+            OP, q_lengths, kv_lengths, shared_q=shared, spare_rows=2, device=device, dtype=dtype, head_dim=head_dim
+        )
+        wide, option = inputs.leaves(torch.float64), {"window": window}
+        exact = laws.run(Inputs(wide.q, wide.k, wide.v, *inputs.args[3:], wide.do), "reference", **option)
+        own = laws.run(inputs, "reference", **option)
+        with poisoned():
+            arguments, settings = _scheme_arguments(inputs, window=window, tma=tma)
+            found = {s: v2_tuned.backward(*arguments, **settings, tma=tma, scheme=s[0], add=s[1]) for s in schemes}
+        assert_within_eager(arguments[4], own["o"], exact["o"], name="o", roundings=4.0)
+        for name, gradients in found.items():
+            for what, value in zip(("dq", "dk", "dv"), gradients, strict=False):
+                assert_within_eager(value, own[what], exact[what], name=f"{*name, what}", roundings=8.0)
 
 
 def bias_by_scheme(device="cpu", dtype=torch.float32) -> None:
@@ -244,6 +270,7 @@ INTERPRETED = {
     "windows": lambda: (windows("v2", sizes=(0, 7, 40), lengths=(70, 0, 5)), laws.window_is_symmetric("v2")),
     "bias": lambda: (laws.bias_has_its_gradient("v2"), bias_by_scheme()),
     **{f"scheme {s}": lambda s=s: scheme(s) for s in SCHEMES},
+    "descriptors": descriptors,
     "subtraction domain": subtraction_domain,
     "maskings": maskings,
     "tile list": tiles,

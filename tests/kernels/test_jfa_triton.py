@@ -24,12 +24,19 @@ pytestmark = pytest.mark.timeout(1300)
 # Local memory a thread may use (bytes), spills and stack, up to head_dim 128. The fastest configurations of the sweep
 # put 128 rows (fwd) or two accumulators (dkdv, atomic) on few warps and spill a little; the owner walk's read, add and
 # write of dQ needs more addresses than registers are left. Versions of Triton differ by up to a factor of two.
-MAX_LOCAL = {"fwd": 160, "fwd_tma": 0, "dq": 32, "dkdv": 192, "atomic": 256, "fused": 0, "owner": 640}
-MAX_LOCAL_256 = {"fwd": 32, "fwd_tma": 0, "dq": 384, "dkdv": 192, "atomic": 320, "fused": 768, "owner": 896}
+# With descriptors there are fewer addresses, and one loop.
+MAX_LOCAL = {
+    "fwd": 160, "fwd_tma": 0, "fwd_window": 0, "dq": 32, "dkdv": 192, "atomic": 256, "dq_tma": 0, "dkdv_tma": 32,
+    "atomic_tma": 256, "fused": 0, "owner": 640,
+}  # fmt: skip
+MAX_LOCAL_256 = MAX_LOCAL | {"fwd": 32, "dq": 384, "atomic": 320, "fused": 768, "owner": 896, "dq_tma": 384,
+                             "dkdv_tma": 192, "atomic_tma": 320}  # fmt: skip
 MAX_LOCAL_WINDOW = 320  # the bounds of a window take what registers are left
 PHASE_OF = {
     "split": ("dq", "dkdv"),
+    "split_tma": ("dq_tma", "dkdv_tma"),
     "atomic": ("atomic",),
+    "atomic_tma": ("atomic_tma",),
     "recompute": ("fused",),
     "owner": ("owner",),
     "serial": ("owner",),
@@ -62,13 +69,16 @@ def _arguments(head_dim: int, dtype=torch.bfloat16):
 
 
 def compile_forward(phase: str, head_dim: int, config=None, **keywords):
-    """The forward kernel of v2 (fwd) or v3 with descriptors (fwd_tma), compiled for sm_90."""
+    """A forward kernel, compiled for sm_90: v2's, or with phase "v3" v3's (by descriptors)."""
     (q, k, v), offsets, _ = _arguments(head_dim)
+    if phase == "fwd_window":
+        keywords = {"window": 128} | keywords
     with configs.forced(**({phase: config} if config else {})), compiling() as found:
-        if phase == "fwd":
-            v2_tuned.forward(q, k, v, offsets, offsets, **({"scale": 0.1, "window": None, "bias": None} | keywords))
-        else:
+        if phase == "v3":
             v3_subtraction.masked_forward(q, k, v, offsets, offsets, scale=0.1, tma=True, **keywords)
+        else:
+            settings = {"scale": 0.1, "window": None, "bias": None, "tma": phase != "fwd"} | keywords
+            v2_tuned.forward(q, k, v, offsets, offsets, **settings)
     return found[-1]
 
 
@@ -78,7 +88,9 @@ def compile_backward(scheme: str, head_dim: int, config=None, window=None):
     forced = dict.fromkeys(PHASE_OF[scheme], config) if config else {}
     with configs.forced(**forced), compiling() as found:
         triton_schemes.backward(
-            q, q, k, v, q, lse, offsets, offsets, scale=0.1, window=window, bias=None, scheme=scheme
+            q, q, k, v, q, lse, offsets, offsets, scale=0.1, window=window, bias=None,
+            scheme=scheme.removesuffix("_tma"),
+            tma=scheme.endswith("_tma"),
         )  # fmt: skip
     return [kernel for kernel in found if kernel.name not in ("tile_list_kernel", "delta_kernel")]
 
@@ -93,15 +105,16 @@ def _fits(kernel, limit: int) -> None:
 @pytest.mark.parametrize(
     "head_dim", [64, 128, pytest.param(256, marks=pytest.mark.slow), pytest.param(96, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("phase", ["fwd", "fwd_tma"])
+@pytest.mark.parametrize("phase", ["fwd", "fwd_tma", "fwd_window", "v3"])
 def test_forward_compiles_within_its_registers(phase, head_dim):
-    _fits(compile_forward(phase, head_dim), (MAX_LOCAL if head_dim <= 128 else MAX_LOCAL_256)[phase])
+    limits = MAX_LOCAL if head_dim <= 128 else MAX_LOCAL_256
+    _fits(compile_forward(phase, head_dim), limits[{"v3": "fwd_tma"}.get(phase, phase)])
 
 
 @pytest.mark.parametrize(
     "head_dim", [128, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("scheme", triton_schemes.SCHEMES)
+@pytest.mark.parametrize("scheme", PHASE_OF)
 def test_backward_compiles_within_its_registers(scheme, head_dim):
     limits = MAX_LOCAL if head_dim <= 128 else MAX_LOCAL_256
     found = compile_backward(scheme, head_dim)
@@ -134,7 +147,7 @@ def test_the_naive_start_compiles():
 
 def test_window_and_masking_variants_compile():
     _fits(compile_forward("fwd", 128, window=256), MAX_LOCAL_WINDOW)
-    _fits(compile_forward("fwd_tma", 128, masking="mask2d"), 0)
+    _fits(compile_forward("v3", 128, masking="mask2d"), 0)
 
 
 def test_forced_configs_are_checked():

@@ -35,12 +35,16 @@ class Break:
 
 JFA, GDPA, BLOCK, PFFN = "jfa_triton_checks", "test_gdpa_triton", "test_block_triton", "test_fused_norm_triton"
 BREAKS = [
-    Break("v2_ragged_end_unmasked", "jfa/triton_forward.py", 's = tl.where(seen, s, float("-inf"))', "s = s",
+    Break("v2_ragged_end_unmasked", "jfa/triton_forward.py", 'return tl.where(seen, s, float("-inf"))', "return s",
           JFA, "by hand v2"),
     Break("v2_window_one_too_narrow", "jfa/triton_forward.py", "<= window)", "< window)", JFA, "windows"),
     Break("v2_first_tile_missing_from_the_list", "triton_common.py", "tl.cumsum(mine, 0) - mine", "tl.cumsum(mine, 0)",
           JFA, "tile list"),
-    Break("v3_surplus_kept", "jfa/v3_subtraction.py", "tl.sum(p, 1) - surplus", "tl.sum(p, 1)", JFA, "patterns v3"),
+    Break("v2_start_of_a_window_unmasked", "jfa/triton_forward.py", "(n < whole_lo) | (n >= whole_hi)", "n >= whole_hi",
+          JFA, "descriptors"),
+    Break("v2_last_keys_of_dq_unmasked", "jfa/triton_backward.py", "(n < whole_lo) | (n >= whole_hi)", "n < whole_lo",
+          JFA, "descriptors"),
+    Break("v3_surplus_kept", "jfa/v3_subtraction.py", "l -= surplus", "l -= 0.0 * surplus", JFA, "patterns v3"),
     Break("v3_subtracts_outside_its_domain", "jfa/v3_subtraction.py", "surplus * FLOOR, 0) <= 0",
           "surplus * FLOOR, 0) <= -1e38", JFA, "subtraction domain"),
     Break("gdpa_second_key_tile_meets_the_first_values", "gdpa/triton_forward.py", "tl.dot(p, v1, acc",
@@ -50,6 +54,8 @@ BREAKS = [
     Break("gdpa_zigzag_drops_the_rest", "gdpa/triton_forward.py",
           "(tl.load(count) * num_heads + programs - 1) // programs", "tl.load(count) * num_heads // programs",
           GDPA, "patterns zigzag split"),
+    Break("gdpa_grid_leaves_the_rest", "gdpa/triton_forward.py", "store_rows(o, tile * BLOCK_M", "store_rows(o, length",
+          GDPA, "patterns grid owner"),
     Break("gdpa_slope_is_the_value", "gdpa/triton_backward.py", "ds = (dp * slope)", "ds = (dp * p)",
           GDPA, "activations"),
     Break("gdpa_owner_forgets_earlier_keys", "gdpa/triton_backward.py", "known = tl.where(n > 0, q_len, 0)",
