@@ -30,7 +30,7 @@ def _tiles_per_sequence(offsets, offsets_stride, index, batch, total, BLOCK: tl.
     return tl.where(index <= batch, (end - start + BLOCK - 1) // BLOCK, 0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "total"])
 def tile_list_kernel(
     offsets, offsets_stride, tiles, count, batch, total, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr
 ):  # fmt: skip

@@ -1,8 +1,9 @@
 """Tile configurations of the Triton GDPA kernels: the ones in use and the ones that a sweep tries, for sm_90.
 
-Phases: "fwd" streams keys past a query tile; "fwd_resident" keeps up to two key tiles on chip and streams queries; "dq"
-and "dkdv" are the two kernels of the split backward; "owner" is the backward that owns a (sequence, head). block_m
-counts query rows, block_n keys. No configuration depends on the batch, so that a sequence's result does not either.
+Phases: "fwd" streams keys past a query tile; "fwd_resident_1" and "fwd_resident_2" keep one or two key tiles (of the
+same block_n) on chip and stream queries; "dq" and "dkdv" are the two kernels of the split backward; "owner" is the
+backward that owns a (sequence, head). block_m counts query rows, block_n keys. No configuration depends on the batch,
+so that a sequence's result does not either.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-PHASES = ("fwd", "fwd_resident", "dq", "dkdv", "owner")
+PHASES = ("fwd", "fwd_resident_1", "fwd_resident_2", "dq", "dkdv", "owner")
 
 
 @dataclass(frozen=True)
 class Config:
-    """One compiled variant. chunk: query tiles that a "fwd_resident" program works through."""
+    """One compiled variant. chunk: query tiles that a "fwd_resident_*" program works through."""
 
     block_m: int
     block_n: int
@@ -30,8 +31,10 @@ _DEFAULT = {
     ("fwd", 64): Config(128, 64, 4, 3),
     ("fwd", 128): Config(128, 32, 4, 3),
     ("fwd", 256): Config(128, 64, 8, 2),
-    ("fwd_resident", 64): Config(128, 128, 8, 2, 4),
-    ("fwd_resident", 128): Config(64, 128, 4, 2, 8),
+    ("fwd_resident_1", 64): Config(128, 128, 8, 2, 4),
+    ("fwd_resident_2", 64): Config(128, 128, 8, 2, 4),
+    ("fwd_resident_1", 128): Config(64, 128, 4, 2, 8),
+    ("fwd_resident_2", 128): Config(128, 128, 8, 2, 8),
     ("dq", 64): Config(128, 64, 8, 3),
     ("dq", 128): Config(128, 64, 8, 3),
     ("dq", 256): Config(64, 32, 4, 2),
@@ -51,10 +54,11 @@ _CANDIDATES = {
         (64, 32, 4, 4),
     ],
     ("fwd", 256): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 8, 2)],
-    ("fwd_resident", 64): [(128, 128, 8, 2, 4), (64, 128, 4, 3, 4), (128, 128, 4, 2, 4), (128, 128, 8, 3, 8)],
-    ("fwd_resident", 128): [
+    ("resident", 64): [(128, 128, 8, 2, 4), (64, 128, 4, 3, 4), (128, 128, 4, 2, 4), (128, 128, 8, 3, 8)],
+    ("resident", 128): [
         (128, 128, 8, 2, 4), (128, 128, 8, 2, 8), (128, 128, 8, 2, 2), (64, 128, 4, 2, 8), (64, 128, 4, 3, 8),
-        (64, 128, 8, 3, 8), (64, 128, 8, 2, 4), (128, 128, 8, 1, 4), (64, 128, 4, 1, 8),
+        (64, 128, 8, 3, 8), (64, 128, 8, 2, 4), (128, 128, 8, 1, 4), (64, 128, 4, 1, 8), (128, 128, 8, 3, 8),
+        (64, 128, 4, 3, 16),
     ],
     ("dq", 64): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2)],
     ("dq", 128): [
@@ -90,7 +94,8 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
     """Configurations that a sweep of `phase` tries at `head_dim` with 16-bit inputs, the default among them."""
     if phase not in PHASES:
         raise ValueError(f"phase: {phase!r}; allowed: {', '.join(PHASES)}")
-    found = [Config(*values) for values in _CANDIDATES.get((phase, _bucket(head_dim)), [])]
+    kind = "resident" if phase.startswith("fwd_resident") else phase
+    found = [Config(*values) for values in _CANDIDATES.get((kind, _bucket(head_dim)), [])]
     default = _DEFAULT.get((phase, _bucket(head_dim)))
     return found if default is None or default in found else [default, *found]
 

@@ -18,7 +18,10 @@ from .triton_activations import activation_and_slope, activation_slope
 from .triton_forward import key_range, query_range
 
 
-@triton.jit
+SIZES = ["num_sequences", "q_rows", "kv_rows"]  # change with every batch: not worth a kernel of their own
+
+
+@triton.jit(do_not_specialize=SIZES[:2])
 def dq_kernel(
     DO, Q, K, V, DQ, q_offsets, kv_offsets, tiles, count,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdq_t, sdq_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
@@ -55,7 +58,7 @@ def dq_kernel(
         store_rows(DQ + o_start * sdq_t + head * sdq_h, first, offs_m, offs_d, sdq_t, q_len, dq, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
     DO, Q, K, V, DK, DV, q_offsets, kv_offsets, tiles, count,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdk_t, sdk_h, sdv_t, sdv_h, s_qo, s_ko,
@@ -98,7 +101,7 @@ def dkdv_kernel(
         store_rows(DV + k_start * sdv_t + head * sdv_h, first, offs_n, offs_d, sdv_t, k_len, dv, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def owner_kernel(
     DO, Q, K, V, DQ, SUM, DK, DV, q_offsets, kv_offsets, order,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdq_t, sdq_h, ss_t, ss_h, sdk_t, sdk_h, sdv_t, sdv_h, s_qo, s_ko,

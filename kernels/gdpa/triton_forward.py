@@ -62,21 +62,47 @@ def _forward_tile(
 
 
 @triton.jit
+def _zero_rest(
+    O, q_offsets, s_qo, so_t, so_h, num_sequences, q_rows, head, begin, step,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Zeros in tiles begin, begin + step, .. of the rows past the last sequence."""
+    start, length = sequence_range(q_offsets, s_qo, num_sequences, num_sequences, q_rows)
+    zero = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for tile in tl.range(begin, (length + BLOCK_M - 1) // BLOCK_M, step):
+        rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        o = O + start * so_t + tl.cast(head, tl.int64) * so_h
+        store_rows(o, tile * BLOCK_M, rows, columns, so_t, length, zero, HEAD_DIM)
+
+
+SIZES = ["num_sequences", "q_rows", "per_sequence"]  # change with every batch: not worth a kernel of their own
+
+
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     Q, K, V, O, q_offsets, kv_offsets, tiles, count, program_offsets,
-    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale, per_sequence,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     ORDER: tl.constexpr,
 ):  # fmt: skip
-    """ORDER: "grid" one program a (tile, head, sequence); "list" one a (listed tile, head); "programs" persistent over
-    program_offsets; "zigzag" persistent over a list sorted by work, dealt forwards and backwards in turn."""
+    """ORDER: "grid" one program a (sequence, one of per_sequence tiles, head), there or not; "list" one a (listed tile,
+    head); "programs" persistent over program_offsets; "zigzag" persistent over a list sorted by work, dealt forwards
+    and backwards in turn. Lists name the rows past the last sequence; "grid" and "programs" clear them here."""
     if ORDER == "grid":
-        _forward_tile(
-            Q, K, V, O, q_offsets, kv_offsets, tl.program_id(2), tl.program_id(0), tl.program_id(1),
-            sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
-        )  # fmt: skip
+        slot = tl.program_id(0) // num_heads
+        if slot // per_sequence < num_sequences:
+            _forward_tile(
+                Q, K, V, O, q_offsets, kv_offsets, slot // per_sequence, slot % per_sequence,
+                tl.program_id(0) % num_heads,
+                sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+            )  # fmt: skip
+        else:
+            _zero_rest(
+                O, q_offsets, s_qo, so_t, so_h, num_sequences, q_rows, tl.program_id(0) % num_heads,
+                slot % per_sequence, per_sequence, HEAD_DIM, BLOCK_D, BLOCK_M,
+            )  # fmt: skip
     elif ORDER == "list":
         slot = tl.program_id(0) // num_heads
         if slot < tl.load(count):
@@ -108,23 +134,23 @@ def forward_kernel(
                     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
                     KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
                 )  # fmt: skip
+        if ORDER == "programs" and not SHARED_Q:
+            for head in tl.range(0, num_heads):
+                _zero_rest(
+                    O, q_offsets, s_qo, so_t, so_h, num_sequences, q_rows, head, program, programs,
+                    HEAD_DIM, BLOCK_D, BLOCK_M,
+                )  # fmt: skip
 
 
 @triton.jit
-def forward_resident_kernel(
-    Q, K, V, O, q_offsets, kv_offsets, tiles, count,
-    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
+def _resident_chunk(
+    Q, K, V, O, q_offsets, kv_offsets, tiles, count, slot, head,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """All keys of a sequence (<= KV_TILES * BLOCK_N) stay on chip; the software pipeline runs over query tiles.
-
-    `tiles` lists chunks of CHUNK query rows. A sequence with more keys than that (a wrong hint) yields NaN, never a
-    plausible row.
-    """
-    slot = tl.program_id(0) // num_heads
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    head = head.to(tl.int64)
     if slot < tl.load(count):
         sequence = tl.load(tiles + slot * 2)
         chunk = tl.load(tiles + slot * 2 + 1) * CHUNK
@@ -162,3 +188,33 @@ def forward_resident_kernel(
                 p = activation(s, KIND, FAST).to(V.dtype.element_ty)
                 acc = tl.dot(p, v1, acc, input_precision=PRECISION)
             store_rows(o_base, first, offs_m, offs_d, so_t, q_len, acc + poison, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=SIZES[:2])
+def forward_resident_kernel(
+    Q, K, V, O, q_offsets, kv_offsets, tiles, count,
+    sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
+    KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    KV_TILES: tl.constexpr, CHUNK: tl.constexpr, ORDER: tl.constexpr,
+):  # fmt: skip
+    """All keys of a sequence (<= KV_TILES * BLOCK_N) stay on chip; the software pipeline runs over query tiles.
+
+    `tiles` lists chunks of CHUNK query rows; ORDER "list" or "zigzag", as in `forward_kernel`. A sequence with more
+    keys than fit (a wrong hint) yields NaN, never a plausible row.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if ORDER == "list":
+        _resident_chunk(
+            Q, K, V, O, q_offsets, kv_offsets, tiles, count, program // num_heads, program % num_heads,
+            sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, KV_TILES, CHUNK,
+        )  # fmt: skip
+    else:
+        for item in tl.range(0, (tl.load(count) * num_heads + programs - 1) // programs, num_stages=1):
+            unit = item * programs + tl.where(item % 2 == 0, program, programs - 1 - program)
+            _resident_chunk(
+                Q, K, V, O, q_offsets, kv_offsets, tiles, count, unit // num_heads, unit % num_heads,
+                sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, KV_TILES, CHUNK,
+            )  # fmt: skip

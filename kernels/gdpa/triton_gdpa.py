@@ -35,7 +35,7 @@ class Options:
     the hint allows. Off by default: on an H200 the list of valid tiles is faster (TUNING.md).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
-    fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default 2 per multiprocessor.
+    fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default as many as fit at once.
     """
 
     schedule: str = "valid"
@@ -56,7 +56,7 @@ class Options:
             raise ValueError(f"backward: {self.backward!r}; allowed: None, {', '.join(BACKWARDS)}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "bound"])
 def _tile_work_kernel(tiles, count, kv_offsets, stride, work, num_sequences, bound, SIZE: tl.constexpr):
     slot = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     there = slot < tl.load(count)
@@ -113,16 +113,27 @@ def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _resident_tiles(options, config, head_dim, max_kv_len):
+def _programs(options, q, config, rows):
+    """Persistent programs: as many as fit at once, each with `rows` rows in shared memory and up to 255 registers."""
+    shared = max(1, 232448 // (rows * padded(q.shape[-1]) * q.element_size()))
+    return options.programs or max(1, min(shared, 8 // config.num_warps)) * _multiprocessors(q.device)
+
+
+def _resident_config(options, kv_tiles, head_dim, dtype):
+    return options.resident or default(f"fwd_resident_{kv_tiles}", head_dim, dtype)
+
+
+def _resident_tiles(options, head_dim, dtype, max_kv_len):
     """Key tiles to keep on chip, or 0 for the streaming kernel. Asked for and impossible: an error."""
-    fits = max_kv_len is not None and max_kv_len <= 2 * config.block_n and has_resident(head_dim)
-    wanted = fits if options.kv_resident is None else options.kv_resident
-    if wanted and not fits:
+    block = _resident_config(options, 2, head_dim, dtype).block_n if has_resident(head_dim) else 0
+    fits = max_kv_len is not None and max_kv_len <= 2 * block
+    wanted = fits and block > 0 if options.kv_resident is None else options.kv_resident
+    if wanted and not (fits and block):
         raise ValueError(
-            f"kv_resident: max_kv_len {max_kv_len}, head_dim {head_dim}; allowed: a hint max_kv_len <= "
-            f"{2 * config.block_n} and head_dim <= 128"
+            f"kv_resident: max_kv_len {max_kv_len}, head_dim {head_dim}; allowed: a hint max_kv_len <= {2 * block} and "
+            "head_dim <= 128"
         )
-    return triton.cdiv(max(max_kv_len, 1), config.block_n) if wanted else 0
+    return triton.cdiv(max(max_kv_len, 1), block) if wanted else 0
 
 
 def forward_with(
@@ -137,20 +148,27 @@ def forward_with(
     offsets = kv_offsets if shared else q_offsets
     pointers = (q, k, v, o, offsets, kv_offsets)
     sizes = (*_strides(q, k, v, o), offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0], num_heads)
-    resident = options.resident or default("fwd_resident" if has_resident(head_dim) else "fwd", head_dim, q.dtype)
-    kv_tiles = _resident_tiles(options, resident, head_dim, max_kv_len) if schedule is None else 0
+    kv_tiles = _resident_tiles(options, head_dim, q.dtype, max_kv_len) if schedule is None else 0
     if kv_tiles:
+        resident = _resident_config(options, kv_tiles, head_dim, q.dtype)
         constants = _constants(q, activation, scale, options, resident)
         chunk = resident.chunk * resident.block_m
         tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, chunk)
-        forward_resident_kernel[(bound * num_heads,)](
-            *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk, **constants
-        )
+        order, grid = "list", (bound * num_heads,)
+        if options.schedule == "zigzag":
+            tiles, order = _by_work(tiles, count, bound, kv_offsets), "zigzag"
+            held = 2 * kv_tiles * resident.block_n + resident.num_stages * resident.block_m
+            grid = (_programs(options, q, resident, held),)
+        forward_resident_kernel[grid](
+            *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk, ORDER=order,
+            **constants,
+        )  # fmt: skip
         return o
 
     config = options.fwd or default("fwd", head_dim, q.dtype)
     constants = _constants(q, activation, scale, options, config)
     program_offsets = count = offsets
+    per_sequence = 1
     if schedule is not None:
         if schedule.block_m != config.block_m:
             raise ValueError(
@@ -159,34 +177,26 @@ def forward_with(
         tiles = schedule.tiles.to(q.device, non_blocking=True)
         program_offsets = schedule.program_offsets.to(q.device, non_blocking=True)
         order, grid = "programs", (program_offsets.numel() - 1,)
-        if not shared:
-            _zero_rest(o, q_offsets)
     elif options.schedule == "grid":
         longest = q.shape[0] if shared else max_q_len
         if longest is None:
             raise ValueError("schedule 'grid': max_q_len None; allowed: the longest query sequence")
         tiles, order = offsets, "grid"
-        grid = (triton.cdiv(max(longest, 1), config.block_m), num_heads, num_sequences)
-        if not shared:
-            _zero_rest(o, q_offsets)
-        if num_sequences == 0:
-            return o
+        per_sequence = triton.cdiv(max(longest, 1), config.block_m)
+        # The heads of a tile are neighbours, as in the list, so that what differs is the tiles that are not there. One
+        # more sequence's programs clear the rows past the last one.
+        grid = (per_sequence * num_heads * (num_sequences + (not shared)),)
     else:
         tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
         order, grid = "list", (bound * num_heads,)
         if options.schedule == "zigzag":
             tiles = _by_work(tiles, count, bound, kv_offsets)
-            order, grid = "zigzag", (options.programs or 2 * _multiprocessors(q.device),)
+            held = config.block_m + 2 * config.num_stages * config.block_n
+            order, grid = "zigzag", (_programs(options, q, config, held),)
     forward_kernel[grid](
-        *pointers, tiles, count, program_offsets, *sizes, scale, SHARED_Q=shared, ORDER=order, **constants
+        *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence, SHARED_Q=shared, ORDER=order, **constants
     )
     return o
-
-
-def _zero_rest(o, offsets):
-    """Zeros past offsets[-1], for the orders whose tile lists hold sequences alone."""
-    past = torch.arange(o.shape[0], device=o.device) >= offsets[-1]
-    o.masked_fill_(past[:, None, None], 0)
 
 
 def backward_with(

@@ -17,7 +17,7 @@ from . import triton_interpreted
 from .triton_offline import compiling
 
 # Local memory a thread may use (bytes): the owner walk reads, adds and writes dq beside two register accumulators.
-MAX_LOCAL = {"fwd": 256, "fwd_resident": 256, "dq": 64, "dkdv": 832, "owner": 1152}
+MAX_LOCAL = {"fwd": 256, "fwd_resident_1": 256, "fwd_resident_2": 256, "dq": 64, "dkdv": 832, "owner": 1152}
 SMALL = Config(16, 16, 4, 1, 2)
 SMALL_OPTIONS = {"fwd": SMALL, "resident": SMALL, "dq": SMALL, "dkdv": SMALL, "owner": SMALL}
 SHORT = ("empty_in_the_middle", "all_empty", "no_sequences", "skewed", "cross_no_keys", "cross_no_queries")
@@ -66,13 +66,16 @@ def patterns(options, device="cpu", dtype=torch.float32, head_dim=16, names=None
             expect(run(options, inputs), inputs, roundings=roundings)
 
 
-def activations(options, device="cpu", dtype=torch.float32, head_dim=24, roundings=8.0):
+def activations(
+    options, device="cpu", dtype=torch.float32, head_dim=24, roundings=8.0, kinds=triton_gdpa.ACTIVATIONS, shared=True
+):  # fmt: skip
     """Every activation, a scale, and queries shared by all sequences."""
-    for activation in triton_gdpa.ACTIVATIONS:
+    for activation in kinds:
         inputs = make_inputs("gdpa", (3, 0, 37), (5, 2, 18), head_dim=head_dim, dtype=dtype, device=device)
         expect(run(options, inputs, activation, 0.5), inputs, activation, 0.5, roundings)
-    inputs = make_inputs("gdpa", (3, 0, 37), shared_q=5, head_dim=head_dim, dtype=dtype, device=device)
-    expect(run(options, inputs, "silu"), inputs, "silu", roundings=roundings)
+    if shared:
+        inputs = make_inputs("gdpa", (3, 0, 37), shared_q=5, head_dim=head_dim, dtype=dtype, device=device)
+        expect(run(options, inputs, "silu"), inputs, "silu", roundings=roundings)
 
 
 def resident(options, block, device="cpu", dtype=torch.float32, head_dim=16, roundings=8.0):
@@ -83,6 +86,8 @@ def resident(options, block, device="cpu", dtype=torch.float32, head_dim=16, rou
         )
         results = run(options, inputs)
         expect(results, inputs, roundings=roundings)
+        zigzag = Options(**{**options.__dict__, "schedule": "zigzag"})
+        assert torch.equal(run(zigzag, inputs)[0], results[0])
         streamed = forward_with(
             Options(**{**options.__dict__, "kv_resident": False}), inputs.q, inputs.k, inputs.v, inputs.q_offsets,
             inputs.kv_offsets, activation="gelu_tanh", scale=1.0,
@@ -233,13 +238,15 @@ def test_in_the_interpreter(interpreted, check):
     assert interpreted[check] is None, interpreted[check]
 
 
-def compiled(phase, config, head_dim=128, kv_len=256, activation="gelu_tanh", dtype=torch.bfloat16):
+def compiled(phase, config, head_dim=128, activation="gelu_tanh", dtype=torch.bfloat16):
     """The kernels of one configuration, compiled for sm_90."""
     rows = torch.empty(4096, 4, head_dim, dtype=dtype, device="meta")
     offsets = torch.empty(9, dtype=torch.int64, device="meta")
-    field = {"fwd_resident": "resident"}.get(phase, phase)
+    resident = phase.startswith("fwd_resident")
+    kv_len = config.block_n * (2 if phase == "fwd_resident_2" else 1)
+    field = "resident" if resident else phase
     options = Options(
-        kv_resident=phase == "fwd_resident", backward="owner" if phase == "owner" else "split", fast_tanh=True,
+        kv_resident=resident, backward="owner" if phase == "owner" else "split", fast_tanh=True,
         **{field: config},
     )  # fmt: skip
     settings = {"activation": activation, "scale": 1.0, "max_kv_len": kv_len}
@@ -248,14 +255,14 @@ def compiled(phase, config, head_dim=128, kv_len=256, activation="gelu_tanh", dt
             forward_with(options, rows, rows, rows, offsets, offsets, **settings)
         else:
             backward_with(options, rows, rows, rows, rows, offsets, offsets, **settings)
-    name = {"fwd": "forward_kernel", "fwd_resident": "forward_resident_kernel"}.get(phase, f"{phase}_kernel")
+    name = "forward_resident_kernel" if resident else {"fwd": "forward_kernel"}.get(phase, f"{phase}_kernel")
     return next(kernel for kernel in found if kernel.name == name)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("phase", configs.PHASES)
 def test_defaults_compile_for_hopper(phase, head_dim):
-    if phase == "fwd_resident" and not configs.has_resident(head_dim):
+    if phase.startswith("fwd_resident") and not configs.has_resident(head_dim):
         pytest.skip("keys of 256 columns do not stay on chip")
     kernel = compiled(phase, configs.default(phase, head_dim, torch.bfloat16), head_dim)
     assert kernel.local_bytes <= MAX_LOCAL[phase], kernel
