@@ -59,7 +59,7 @@ def _rms(x, eps, COLUMNS: tl.constexpr):
     return x * inverse, inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def enter_kernel(S, Q, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """q = layer(s)."""
     first, exist, real = _rows_of(end, rows, ROWS)
@@ -67,7 +67,7 @@ def enter_kernel(S, Q, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr
     _write(Q, first, exist, q, COLUMNS, ROWS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def leave_kernel(O, S, Y, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """y = rms(o + layer(s)) + s."""
     first, exist, real = _rows_of(end, rows, ROWS)
@@ -77,7 +77,7 @@ def leave_kernel(O, S, Y, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.conste
     _write(Y, first, exist, y + s, COLUMNS, ROWS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def leave_backward_kernel(
     DY, O, S, DU, Q, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def leave_backward_kernel(
     _write(Q, first, exist, q, COLUMNS, ROWS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def enter_backward_kernel(
     DQ, DU, S, DY, DS, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -105,18 +105,22 @@ def enter_backward_kernel(
     _write(DS, first, exist, ds, COLUMNS, ROWS, BLOCK)
 
 
-def _launch(kernel, *tensors, offsets, eps):
-    """Run a kernel over the tokens of contiguous [T, H, D] tensors; the last of `offsets` ends the sequences."""
+def _launch(kernel, *tensors, offsets, eps, tile=None, num_warps=None):
+    """Run a kernel over the tokens of contiguous [T, H, D] tensors; the last of `offsets` ends the sequences.
+
+    tile, num_warps: rows and warps of a program, for sweeps.
+    """
     rows, columns = tensors[0].shape[0], tensors[0].shape[1] * tensors[0].shape[2]
     if columns > MAX_COLUMNS:
         raise ValueError(f"pffn: impl 'triton' over {columns} columns (heads x head_dim); allowed: <= {MAX_COLUMNS}")
     if not rows:
         return
     block = triton.next_power_of_2(columns)
-    tile = max(1, 4096 // block)  # 32 elements a thread
+    tile = tile or max(1, 4096 // block)  # 32 elements a thread
     kernel[(triton.cdiv(rows, tile),)](
-        *tensors, offsets[-1:], rows, eps, COLUMNS=columns, ROWS=tile, BLOCK=block, num_warps=4 if block <= 4096 else 8
-    )
+        *tensors, offsets[-1:], rows, eps, COLUMNS=columns, ROWS=tile, BLOCK=block,
+        num_warps=num_warps or (4 if block <= 4096 else 8),
+    )  # fmt: skip
 
 
 def forward(s, k, v, q_offsets, kv_offsets, *, gdpa, eps, **settings):

@@ -65,7 +65,7 @@ def standardise(a, b, eps, NORM: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.
     return a * inverse, b * inverse, inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rows_forward_kernel(
     X, Y, cos, sin, sx_t, sx_h, sy_t, sy_h, sc_t, ss_t, rows, num_heads, head_groups, eps,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -95,7 +95,7 @@ def rows_forward_kernel(
         store_halves(Y + first * sy_t + head * sy_h, offs, sy_t, here, a, b, INTERLEAVED, HEAD_DIM, HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rows_backward_kernel(
     DY, X, DX, cos, sin, sg_t, sg_h, sx_t, sx_h, sd_t, sd_h, sc_t, ss_t, rows, num_heads, head_groups, eps,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,

@@ -1,7 +1,9 @@
 """Time every tile configuration of the Triton GDPA, block attention, rotary and norm kernels on a few shapes.
 
-    python -m tests.gpu.sweep_triton [gdpa.fwd gdpa.fwd_resident gdpa.dq gdpa.dkdv gdpa.owner gdpa.order block rotary
-    norm]
+    python -m tests.gpu.sweep_triton [gdpa.fwd gdpa.fwd_short gdpa.resident gdpa.dq gdpa.dkdv gdpa.owner gdpa.order pffn
+    block rotary norm] [--compile PROCESSES]
+
+--compile fills Triton's cache in that many processes and times nothing.
 
 Prints one line a configuration and shape: median milliseconds and TFLOP/s of useful pairs or TB/s moved. Meant for
 choosing defaults; recorded numbers come from gem.bench.
@@ -9,6 +11,7 @@ choosing defaults; recorded numbers come from gem.bench.
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from functools import partial
@@ -16,13 +19,17 @@ from functools import partial
 import torch
 from triton.testing import do_bench
 
+from kernels import gdpa as public_gdpa
 from kernels.block_attention import triton_block
-from kernels.fused_norm import triton_norm
+from kernels.fused_norm import triton_norm, triton_pffn
 from kernels.gdpa import triton_gdpa
+from kernels.gdpa.api import REGISTRY as GDPA
 from kernels.gdpa.triton_gdpa import Options
 from kernels.rotary import Rotary, triton_rotary
 
 HEADS, HEAD_DIM = 4, 128
+JOBS: list[str] | None = None  # a list while only compiling: of the jobs met, this process does every WORKERS[1]-th
+WORKERS = (0, 1)
 GDPA_SHAPES = {  # name: (batch, q law, q max, kv fixed or None)
     "full 256": (1152, "full", 256, None),
     "uniform 256": (1152, "uniform", 256, None),
@@ -58,6 +65,15 @@ def _gdpa_inputs(name):
 
 
 def _time(label, run, amount, unit):
+    if JOBS is not None:
+        JOBS.append(label)
+        if len(JOBS) % WORKERS[1] == WORKERS[0]:
+            try:
+                run()
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{label}: {type(error).__name__}: {str(error)[:160]}", flush=True)
+        return 0.0
     try:
         start = time.time()
         run()
@@ -78,12 +94,12 @@ def gdpa(phase, shapes, activation="gelu_tanh"):
         settings = dict(activation=activation, scale=1.0, **hints)
         for config in triton_gdpa.candidates(phase, HEAD_DIM):
             label = f"gdpa {phase} {shape} {activation} {config}"
-            if phase == "fwd":
-                options = Options(fwd=config, kv_resident=False)
-                _time(label, partial(triton_gdpa.forward_with, options, *arguments, **settings), flops, "TFLOP/s")
-            elif phase == "fwd_resident":
-                options = Options(resident=config, kv_resident=True)
-                _time(label, partial(triton_gdpa.forward_with, options, *arguments, **settings), flops, "TFLOP/s")
+            if phase.startswith("fwd"):
+                for schedule in ("valid", "zigzag"):
+                    resident = phase.startswith("fwd_resident")
+                    own = {"resident" if resident else "fwd": config, "kv_resident": resident, "schedule": schedule}
+                    run = partial(triton_gdpa.forward_with, Options(**own), *arguments, **settings)
+                    _time(f"{label} {schedule}", run, flops, "TFLOP/s")
             elif phase == "owner":
                 options = Options(owner=config, backward="owner")
                 run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings)
@@ -153,9 +169,53 @@ def rows(what):
                 _time(f"norm bwd {kind} rotary={turned} {config}", run, (3 * size + moved), "TB/s")
 
 
+def pffn():
+    """The feed-forward tail: each of its kernels by rows a program and warps, then whole against compiled norms."""
+    arguments, do, _, hints = _gdpa_inputs("cross 128, uniform 1024")
+    s, k, v, *offsets = arguments
+    size, norm = s.numel() * 2, {"offsets": offsets[0], "eps": 1e-5}
+    outs = [torch.empty_like(s) for _ in range(2)]
+    for kernel, tensors in (
+        (triton_pffn.enter_kernel, (s, outs[0])),
+        (triton_pffn.leave_kernel, (do, s, outs[0])),
+        (triton_pffn.leave_backward_kernel, (do, s, do, *outs)),
+        (triton_pffn.enter_backward_kernel, (do, s, do, s, outs[0])),
+    ):
+        for tile, warps in ((4, 4), (8, 4), (16, 4), (16, 8), (8, 8), (4, 2), (2, 1), (8, 2)):
+            run = partial(triton_pffn._launch, kernel, *tensors, tile=tile, num_warps=warps, **norm)
+            _time(f"pffn {kernel.__name__} {tile} rows {warps} warps", run, len(tensors) * size, "TB/s")
+    settings = {"activation": "gelu_tanh", "scale": 1.0, **hints}
+    names = [name for name in ("triton", "tlx") if not isinstance(GDPA.load(name), str)]
+    for name in names:
+        gdpa = GDPA.load(name)
+        run = partial(gdpa.forward, s, k, v, *offsets, **settings)
+        _time(f"pffn: gdpa {name} fwd alone", run, 2 * size, "TB/s")
+        run = partial(triton_pffn.forward, s, k, v, *offsets, gdpa=gdpa, eps=1e-5, **settings)
+        _time(f"pffn fwd gdpa={name} (7 passes)", run, 7 * size, "TB/s")
+        o = run()[1]
+        run = partial(triton_pffn.backward, do, s, k, v, o, *offsets, gdpa=gdpa, eps=1e-5, **settings)
+        _time(f"pffn bwd gdpa={name} (15 passes)", run, 15 * size, "TB/s")
+    if JOBS is None:  # torch.compile has a cache of its own
+        width, leaves = HEADS * HEAD_DIM, [x.clone().requires_grad_() for x in (s, k, v)]
+
+        @torch.compile(dynamic=False)
+        def compiled(s, k, v):
+            q = torch.nn.functional.layer_norm(s.flatten(1), (width,)).view_as(s)
+            u = public_gdpa(q, k, v, *offsets, activation="gelu_tanh", scale=1.0, **hints) + q
+            return torch.nn.functional.rms_norm(u.flatten(1), (width,), eps=1e-5).view_as(s) + s
+
+        y = compiled(*leaves)
+        _time("compiled norms around gdpa fwd", lambda: compiled(*leaves), 7 * size, "TB/s")
+        run = partial(torch.autograd.grad, y, leaves, do, retain_graph=True)
+        _time("compiled norms around gdpa bwd", run, 15 * size, "TB/s")
+
+
+SHORT = ["cross 256, uniform 1024", "cross 128, uniform 1024", "full 256"]
 SWEEPS = {
     "gdpa.fwd": lambda: gdpa("fwd", ["full 1024", "uniform 512"]),
-    "gdpa.fwd_resident": lambda: gdpa("fwd_resident", ["cross 256, uniform 1024", "cross 128, uniform 1024"]),
+    "gdpa.fwd_short": lambda: gdpa("fwd", [*SHORT, "uniform 256"]),
+    "gdpa.resident": lambda: (gdpa("fwd_resident_2", [SHORT[0]]), gdpa("fwd_resident_1", [SHORT[1]])),
+    "pffn": pffn,
     "gdpa.dq": lambda: gdpa("dq", ["full 1024"]),
     "gdpa.dkdv": lambda: gdpa("dkdv", ["full 1024"]),
     "gdpa.owner": lambda: gdpa("owner", ["full 1024", "cross 128, uniform 1024"]),
@@ -166,8 +226,29 @@ SWEEPS = {
 }
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or SWEEPS:
+def _compile(index: int, count: int, names: list[str]) -> None:
+    global JOBS, WORKERS
+    JOBS, WORKERS = [], (index, count)
+    for name in names:
+        SWEEPS[name]()
+
+
+def main(arguments: list[str]) -> None:
+    count = int(arguments.pop()) if arguments[-2:-1] == ["--compile"] else 0
+    names = [name for name in arguments if name != "--compile"] or list(SWEEPS)
+    if count:
+        context = multiprocessing.get_context("spawn")
+        workers = [context.Process(target=_compile, args=(i, count, names)) for i in range(count)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return
+    for name in names:
         start = time.time()
         SWEEPS[name]()
         print(f"{name}: {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
