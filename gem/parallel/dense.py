@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gem.compile import compiled
+from gem.config import Checkpointing
 from gem.heads import normalised_loss
 from gem.model import GEM
 from gem.parallel import low_gather
@@ -68,7 +69,6 @@ class Dense:
     model: GEM
     plan: Mesh
     options: Options
-    shard_group: dist.ProcessGroup
     units: list[FSDPModule]
     experts: list[ExpertParallel]
     changes: list[low_gather.Change] = field(default_factory=list)
@@ -103,48 +103,86 @@ def shard(
     another number of ranks, or experts do not divide over the expert group.
     """
     options = options or Options()
-    # FSDP2 warns of outputs that are views, since an in-place op on one would lose its hook; the model has no such op
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _check(model, plan, dtype)
-    replicated = plan.replica > 1
-    dense_mesh, expert_mesh, expert_group = _meshes(plan, device.type)
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    meshes = open_meshes(plan, device.type)
     tables = set(model.table_parameters().values())
-    result = Dense(model, plan, options, dense_mesh.get_group("shard"), [], [])
+    result = Dense(model, plan, options, [], [])
 
-    def unit(module: nn.Module, mesh: DeviceMesh, name: str) -> None:
-        if options.gather != "plain":
-            ranks = mesh.size(-1)
-            result.changes += low_gather.wrap(module, options.gather, ranks, f"{name}.")
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=tables)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+    def unit(module: nn.Module, mesh: DeviceMesh, name: str, reshard: bool = True) -> None:
+        result.changes += shard_unit(module, mesh, options, dtype, ignored=tables, name=name, reshard=reshard)
         result.units.append(module)
 
-    unit(model.features, dense_mesh if replicated else dense_mesh["shard"], "features")
+    unit(model.features, meshes.dense, "features")
     for index, layer in enumerate(model.layers):
         at = f"layers.{index}"
         if plan.expert > 1:
-            experts = ExpertParallel(layer.interaction.experts.experts, expert_group, options.combine)
+            experts = ExpertParallel(layer.interaction.experts.experts, meshes.expert_group, options.combine)
             layer.interaction.experts.experts = experts
             result.experts.append(experts)
-            unit(experts, expert_mesh, f"{at}.interaction.experts.experts")
-        unit(layer, dense_mesh if replicated else dense_mesh["shard"], at)
+            unit(experts, meshes.expert_parameters, f"{at}.interaction.experts.experts")
+        unit(layer, meshes.dense, at)
         if plan.expert > 1:  # the layer gathers before the experts inside it do
             result.units[-2:] = result.units[:-3:-1]
-    unit(model.heads, dense_mesh if replicated else dense_mesh["shard"], "heads")
-    rest = dense_mesh if replicated else dense_mesh["shard"]
-    fully_shard(model, mesh=rest, mp_policy=policy, ignored_params=tables, reshard_after_forward=False)
-    model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)
+    unit(model.heads, meshes.dense, "heads", reshard=False)  # the backward starts with them
+    # what is left (embeddings of events) is small and needed first and last: it stays gathered
+    result.changes += shard_unit(model, meshes.dense, options, dtype, ignored=tables, reshard=False)
     _hooks_outside_graphs(model, result.units, model.config.implementations.compile)
     _prefetch(model, result.units, options.prefetch)
     if options.tables == "replicated" and plan.gpus > 1:
         for table in tables:
             table.register_hook(_average)
     return result
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """dense: (replica, shard), or (shard) without replicas. expert_parameters: the same for one expert's parameters.
+    expert_group: ranks that hold different experts of a layer."""
+
+    dense: DeviceMesh
+    expert_parameters: DeviceMesh | None = None
+    expert_group: dist.ProcessGroup | None = None
+
+
+def open_meshes(plan: Mesh, device_type: str) -> Meshes:
+    """Process groups of a plan; members are `plan.group(name).ranks(rank)`. Collective."""
+    dense = init_device_mesh(device_type, (plan.replica, plan.shard), mesh_dim_names=("replica", "shard"))
+    dense = dense if plan.replica > 1 else dense["shard"]
+    if plan.expert == 1:
+        return Meshes(dense)
+    sizes = (plan.replica, plan.shard // plan.expert, plan.expert)
+    whole = init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "expert_shard", "expert"))
+    parameters = whole["replica", "expert_shard"] if plan.replica > 1 else whole["expert_shard"]
+    return Meshes(dense, parameters, whole.get_group("expert"))
+
+
+def shard_unit(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    options: Options,
+    dtype: str,
+    *,
+    ignored: set[nn.Parameter] | None = None,
+    name: str = "",
+    reshard: bool = True,
+) -> list[low_gather.Change]:
+    """Make `module` a unit of FSDP2: its parameters that no unit inside has are gathered and scattered together.
+
+    Gradients are summed over the mesh. Returns the weights whose gather is low, or why not.
+    """
+    # FSDP2 warns of outputs that are views, since an in-place op on one would lose its hook; the model has no such op
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    changes = []
+    if options.gather != "plain":
+        prefix = f"{name}." if name else ""
+        changes = low_gather.wrap(module, options.gather, mesh.size(mesh.ndim - 1), prefix)
+    fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored, reshard_after_forward=reshard)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+    return changes
 
 
 def rank_loss(sums: Mapping[str, Tensor], counts: Mapping[str, Tensor | float], ranks: int) -> Tensor:
@@ -185,20 +223,12 @@ def _check(model: GEM, plan: Mesh, dtype: str) -> None:
     count = len(model.layers[0].interaction.experts.experts)
     if count % plan.expert:
         raise ValueError(f"dense: {count} experts over an expert group of {plan.expert}; allowed: a divisor of {count}")
+    settings = model.config
+    if plan.expert > 1 and settings.toggles.checkpointing is not Checkpointing.NONE:
+        if settings.implementations.compile != "eager":
+            raise ValueError("dense: compiled checkpointing of experts that are elsewhere; allowed: checkpointing none")
     if isinstance(model, FSDPModule):
         raise ValueError("dense: the model is sharded already; allowed: once")
-
-
-def _meshes(plan: Mesh, device_type: str) -> tuple[DeviceMesh, DeviceMesh | None, dist.ProcessGroup | None]:
-    """Mesh (replica, shard) of dense parameters; mesh of an expert's parameters; the expert group. The axes are those
-    of gem.parallel.mesh, so `plan.group(name).ranks(rank)` are the members."""
-    dense = init_device_mesh(device_type, (plan.replica, plan.shard), mesh_dim_names=("replica", "shard"))
-    if plan.expert == 1:
-        return dense, None, None
-    names = ("replica", "expert_shard", "expert")
-    whole = init_device_mesh(device_type, (plan.replica, plan.shard // plan.expert, plan.expert), mesh_dim_names=names)
-    parameters = whole["replica", "expert_shard"] if plan.replica > 1 else whole["expert_shard"]
-    return dense, parameters, whole.get_group("expert")
 
 
 def _hooks_outside_graphs(model: GEM, units: list[FSDPModule], backend: str) -> None:

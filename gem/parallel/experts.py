@@ -15,12 +15,17 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from gem.counts import Counts
 
 # torch 2.13 renames both and warns of the old names
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# Names of the exchanges in a profile; FSDP names its own after the unit.
+ACTIVATIONS, OUTPUTS = "experts::all_gather activations", "experts::reduce_scatter outputs"
+OUTPUT_GRADIENTS, INPUT_GRADIENTS = "experts::all_gather output gradients", "experts::reduce_scatter input gradients"
+SWAP, SWAP_GRADIENTS = "experts::all_to_all outputs", "experts::all_to_all output gradients"
 COMBINES = ("reduce_scatter", "all_to_all")
 
 
@@ -63,11 +68,13 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, rows):
         ctx.group, ctx.rows = group, rows
-        return _gather(x, group, rows)
+        with record_function(ACTIVATIONS):
+            return _gather(x, group, rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce(grad, ctx.group, ctx.rows), None, None
+        with record_function(INPUT_GRADIENTS):
+            return _reduce(grad, ctx.group, ctx.rows), None, None
 
 
 class ReduceRows(torch.autograd.Function):
@@ -76,11 +83,13 @@ class ReduceRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, rows):
         ctx.group, ctx.rows = group, rows
-        return _reduce(x, group, rows)
+        with record_function(OUTPUTS):
+            return _reduce(x, group, rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.group, ctx.rows), None, None
+        with record_function(OUTPUT_GRADIENTS):
+            return _gather(grad, ctx.group, ctx.rows), None, None
 
 
 class SwapRows(torch.autograd.Function):
@@ -91,7 +100,8 @@ class SwapRows(torch.autograd.Function):
         ctx.group, ctx.rows = group, rows
         own, ranks = rows[dist.get_rank(group)], len(rows)
         out = x.new_empty(ranks * own, *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), [own] * ranks, list(rows), group=group)
+        with record_function(SWAP):
+            dist.all_to_all_single(out, x.contiguous(), [own] * ranks, list(rows), group=group)
         return out.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
 
     @staticmethod
@@ -99,7 +109,8 @@ class SwapRows(torch.autograd.Function):
         own, ranks = grad.shape[0], len(ctx.rows)
         sent = grad.unflatten(1, (ranks, grad.shape[1] // ranks)).transpose(0, 1).flatten(0, 1).contiguous()
         out = sent.new_empty(sum(ctx.rows), *sent.shape[1:])
-        dist.all_to_all_single(out, sent, list(ctx.rows), [own] * ranks, group=ctx.group)
+        with record_function(SWAP_GRADIENTS):
+            dist.all_to_all_single(out, sent, list(ctx.rows), [own] * ranks, group=ctx.group)
         return out, None, None
 
 

@@ -140,7 +140,8 @@ def _child(rank: int, size: int, port: int, backend: str, timeout_s: float, fn, 
     faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)  # shows where a rank hangs
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     # the parent holds the store, as torchrun's agent does
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     if backend == "gloo":
         torch.set_num_threads(1)
     try:

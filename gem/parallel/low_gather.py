@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from gem.precision import join_shards, quantize_shard
@@ -128,15 +129,14 @@ def wrap(module: nn.Module, scheme: str, ranks: int, prefix: str = "") -> list[C
     """Wrap the weights of the linear layers of `module` (not yet sharded) that `ranks` ranks will shard.
 
     A weight stays as it is when it has fewer than 32 features, or rows that the ranks do not divide (a padded shard
-    would need padded bytes). Returns what happened to each weight; ValueError for an unknown scheme or if nothing
-    would change.
+    would need padded bytes). Returns what happened to each weight; ValueError for an unknown scheme.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"gather: {scheme!r}; allowed: {', '.join(SCHEMES)}, or the parameters' own dtype")
     changes = []
     for name, linear in module.named_modules():
-        if not isinstance(linear, nn.Linear) or isinstance(linear.weight.data, LowGather):
-            continue
+        if not isinstance(linear, nn.Linear) or isinstance(linear.weight, DTensor):
+            continue  # a unit inside has sharded it already
         rows, features = linear.weight.shape
         kept = None
         if features < MIN_FEATURES:
