@@ -1,54 +1,128 @@
-"""F21: training throughput and MFU as each optimisation is added."""
+"""F21: throughput and MFU as each optimisation is added, and what each is worth whatever the order."""
 
 import sys
 
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from figures import cli, style, training
+from figures import cli, steps, style, training
 from figures.load import NoDataError, best_device_first
 
 ID = "F21"
 CAPTION = (
-    "Training throughput (left) and MFU (right) of the baselines, of a baseline plus one optimisation, and of "
-    "everything together. MFU counts useful model FLOPs only, on a GPU over its bf16 dense peak, on a CPU over "
-    "its measured rate of matrix products. Each device has its own panels; on a CPU every optimisation runs in "
-    "plain torch, so its bars show what changes the mathematics or the padding, not kernels. Variants that skip "
-    "work have other FLOPs: read MFU and throughput together. Whiskers: 20 and 80 % quantiles over seeds."
+    "On a GPU: training throughput (left) and MFU (right) of one model at one local batch as each optimisation is put "
+    "on top of those before it, in the source's order; both baselines and the variant with the baseline's own "
+    "mathematics beside them. Below, milliseconds of a step that each optimisation saves after those before it (step "
+    "by step, measured) and on average over all orders (Shapley values of sums of modules timed alone), and those sums "
+    "against real steps: the dashed lines are 5 % off. Elsewhere: a baseline plus one optimisation, in training; on a "
+    "CPU everything runs in plain torch, so its bars show what changes the mathematics or the padding, not kernels. "
+    "MFU counts useful model FLOPs only, on a GPU over its bf16 dense peak, on a CPU over its measured rate of matrix "
+    "products; variants that skip work have other FLOPs, so read MFU and throughput together. Whiskers: 20 and 80 % "
+    "quantiles."
 )
 SHOWN = ("baseline", "add_one", "full")
+# rungs of the waterfall that each column of variants.tsv stands for
+RUNGS = {
+    "attention_impl": ("baseline_varlen", "add_jfa_v4"), "gdpa_impl": ("add_jfa_v4", "rung_gdpa"),
+    "self_attention": ("rung_gdpa", "rung_block"), "rotary": ("rung_block", "rung_rotary"),
+    "norm": ("rung_rotary", "rung_norms"), "compskip": ("rung_norms", "rung_compskip"),
+    "pooling": ("rung_compskip", "drop_balance"),
+}  # fmt: skip
 
 
 def draw(source):
-    tables = [training.by_variant(source, experiment, ("qps", "mfu")) for experiment in ("step", "train")]
-    tables = [table for table in tables if len(table)]
-    if not tables:
+    device, timed = steps.gpu_steps(source)
+    rungs = waterfall(source, device) if device else pd.DataFrame()
+    trained = training.by_variant(source, "train", ("qps", "mfu"))
+    trained = training.ordered(trained[trained.group.isin(SHOWN)])
+    blocks = [] if rungs.empty else [rungs]
+    blocks += [trained[trained.device == name] for name in best_device_first(trained.device) if name != device]
+    if not blocks:
         raise NoDataError("no records of train or step (qps, mfu)")
-    table = pd.concat(tables, ignore_index=True).drop_duplicates(["device", "subject", "metric"])
-    table = training.ordered(table[table.group.isin(SHOWN)])
-    devices = best_device_first(table.device)
-    counts = [max(4, table[table.device == device].subject.nunique()) for device in devices]
-    figure, axes = style.panels(len(devices), 2, height=0.19 * sum(counts) / len(counts) + 0.6, height_ratios=counts)
-    for row, device in zip(axes, devices, strict=True):
-        own = table[table.device == device]
-        names = list(dict.fromkeys(own.subject))
-        for axis, metric in zip(row, ("qps", "mfu"), strict=True):
-            factor = 100 if metric == "mfu" else 1
-            for item in own[own.metric == metric].itertuples():
-                style.bar(
-                    axis, names.index(item.subject), item.p50 * factor, "group", item.group, horizontal=True,
-                    low=item.p20 * factor, high=item.p80 * factor,
-                )  # fmt: skip
-            axis.set_yticks(range(len(names)), names if metric == "qps" else [])
-            axis.invert_yaxis()
-            axis.grid(axis="y", visible=False)
-            axis.xaxis.set_major_locator(MaxNLocator(5))
-            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value / 1e3:g}k")
-            axis.set_xlabel("samples a second" if metric == "qps" else "MFU, %")
-        row[0].set_title(f"{source.device_label(device)}: throughput")
-        row[1].set_title("MFU, useful FLOPs")
+    saved, checked = savings(timed, steps.shares(source, device)), steps.predicted(source, device) if device else None
+    below = len(saved) > 0 or (checked is not None and len(checked) > 1)
+    counts = [max(4, block.subject.nunique()) for block in blocks] + ([9] if below else [])
+    figure, axes = style.panels(len(counts), 2, height=0.19 * sum(counts) / len(counts) + 0.6, height_ratios=counts)
+    for row, block in zip(axes, blocks, strict=False):
+        bars(row, block, source.device_label(block.device.iloc[0]))
+    tables = [block.assign(panel="throughput") for block in blocks]
+    if below:
+        tables += [attribution(axes[-1][0], saved), prediction(axes[-1][1], checked)]
     style.legend(figure, axes.flat)
-    return figure, table[["device", "case", "subject", "group", "metric", "p50", "p20", "p80", "n"]]
+    columns = ["panel", "device", "case", "subject", "group", "metric", "p50", "p20", "p80", "n"]
+    return figure, pd.concat(tables, ignore_index=True).reindex(columns=columns)
+
+
+def waterfall(source, device: str) -> pd.DataFrame:
+    """Rows of qps and mfu of the rungs in order, the variant of the same mathematics last; column label."""
+    rows = training.by_variant(source, "step", ("qps", "mfu"))
+    rows = rows[rows.device == device]
+    order = steps.WATERFALL | steps.SAME_MATH
+    rows = rows[rows.subject.isin(order)]
+    place = {name: index for index, name in enumerate(order)}
+    return rows.assign(label=rows.subject.map(order), place=rows.subject.map(place)).sort_values(
+        ["place", "metric"], kind="stable"
+    )
+
+
+def bars(row, block: pd.DataFrame, device: str) -> None:
+    names = list(dict.fromkeys(block.subject))
+    labels = dict(zip(block.subject, block.label, strict=True)) if "label" in block else {}
+    for axis, metric in zip(row, ("qps", "mfu"), strict=True):
+        factor = 100 if metric == "mfu" else 1
+        for item in block[block.metric == metric].itertuples():
+            style.bar(
+                axis, names.index(item.subject), item.p50 * factor, "group", item.group, horizontal=True,
+                low=item.p20 * factor, high=item.p80 * factor,
+            )  # fmt: skip
+        axis.set_yticks(range(len(names)), [labels.get(name, name) for name in names] if metric == "qps" else [])
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.4g}" if value < 1e4 else f"{value / 1e3:g}k")
+        axis.set_xlabel("samples a second" if metric == "qps" else "MFU, %")
+    row[0].set_title(f"{device}: throughput")
+    row[1].set_title("MFU, useful FLOPs")
+
+
+def savings(timed: pd.DataFrame, shapley: pd.Series) -> pd.DataFrame:
+    """Milliseconds of a step saved by each optimisation: in_order (measured rungs) and any_order (Shapley)."""
+    ms = timed["time_ms"] if "time_ms" in timed else pd.Series(dtype=float)
+    in_order = {
+        name: ms[before] - ms[after] for name, (before, after) in RUNGS.items() if {before, after} <= set(ms.index)
+    }
+    return pd.DataFrame({"in_order": pd.Series(in_order, dtype=float), "any_order": shapley}).reindex(
+        [name for name in RUNGS if name in in_order or name in shapley.index]
+    )
+
+
+def attribution(axis, saved: pd.DataFrame) -> pd.DataFrame:
+    for index, (kind, color, hatch, label) in enumerate(
+        (("in_order", style.SKY, "//", "saved after those before it"),
+         ("any_order", style.BLUE, "xx", "saved on average over all orders"))
+    ):  # fmt: skip
+        places = [place + (index - 0.5) * 0.38 for place in range(len(saved))]
+        axis.barh(places, saved[kind], 0.38, color=color, hatch=hatch, edgecolor="white", linewidth=0.3, label=label)
+    axis.set_yticks(range(len(saved)), [steps.COLUMNS[name] for name in saved.index])
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set(xlabel="ms of a step", title="What each saves")
+    long = saved.rename_axis("subject").reset_index().melt("subject", var_name="metric", value_name="p50")
+    return long.assign(panel="saved")
+
+
+def prediction(axis, checked: pd.DataFrame | None) -> pd.DataFrame:
+    if checked is None or len(checked) < 2:
+        style.blank(axis, "sums of modules")
+        return pd.DataFrame()
+    low, high = checked.step_ms.min() * 0.9, checked.step_ms.max() * 1.1
+    axis.plot(checked.step_ms, checked.predicted_ms, "o", color=style.BLUE, markersize=4)
+    axis.plot([low, high], [low, high], color=style.INK, linewidth=0.8)
+    for factor in (0.95, 1.05):
+        axis.plot([low, high], [low * factor, high * factor], color=style.GREY, linestyle="--", linewidth=0.7)
+    axis.set(xlabel="step, measured, ms", ylabel="from modules, ms", title=f"{len(checked)} variants")
+    long = checked.rename_axis("subject").reset_index().melt("subject", var_name="metric", value_name="p50")
+    return long.assign(panel="predicted")
 
 
 if __name__ == "__main__":

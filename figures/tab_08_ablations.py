@@ -2,6 +2,8 @@
 
 import sys
 
+import pandas as pd
+
 from figures import cli, training
 from figures.load import need
 
@@ -9,14 +11,15 @@ ID = "T08"
 CAPTION = (
     "Every variant against its base: held-out NE of both tasks, training throughput and MFU, medians over seeds; "
     "spread: 80 % minus 20 % quantile of NE. Changes are those against the variant named as base. MFU counts "
-    "useful FLOPs on the variant's own mathematics."
+    "useful FLOPs on the variant's own mathematics. Rows whose case is a preset are steps timed alone on a GPU at one "
+    "local batch; the others come from training runs."
 )
-METRICS = ("ne_ctr", "ne_cvr", "qps", "mfu", "flops_per_sample")
+METRICS = ("ne_ctr", "ne_cvr", "qps", "mfu", "time_ms", "peak_mem_gib", "flops_per_sample")
 
 
 def build(source):
-    table = need(training.by_variant(source, "train", METRICS), "train")
-    table = training.ordered(training.wide(table))
+    table = pd.concat([training.by_variant(source, name, METRICS) for name in ("train", "step")], ignore_index=True)
+    table = training.ordered(training.wide(need(table, "train or step")))
     for name in METRICS:
         if name not in table:
             table[name] = float("nan")
@@ -39,6 +42,8 @@ def build(source):
             "samples/s": table.qps,
             "throughput / base": table.qps / of_base("qps"),
             "MFU, %": 100 * table.mfu,
+            "step, ms": table.time_ms,
+            "peak memory, GiB": table.peak_mem_gib,
             "FLOPs a sample / base": table.flops_per_sample / of_base("flops_per_sample"),
         }
     )[[*COLUMNS]]
@@ -46,7 +51,8 @@ def build(source):
 
 COLUMNS = [
     "device", "case", "variant", "group", "base", "NE click", "spread", "change of NE click", "NE conversion",
-    "change of NE conversion", "samples/s", "throughput / base", "MFU, %", "FLOPs a sample / base",
+    "change of NE conversion", "samples/s", "throughput / base", "MFU, %", "step, ms", "peak memory, GiB",
+    "FLOPs a sample / base",
 ]  # fmt: skip
 
 

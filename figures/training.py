@@ -1,4 +1,4 @@
-"""Training records by variant: shared by F21, F23 and T08."""
+"""Records of training and of timed steps by variant: shared by F21, F23 and T08."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pandas as pd
 from figures.load import Source, over_seeds, select
 
 KEY = ["device", "case", "subject", "impl", "metric"]
-GROUPS = ("baseline", "add_one", "drop_one", "full", "quality")
+GROUPS = ("baseline", "add_one", "waterfall", "drop_one", "full", "quality")
 
 
 def by_variant(source: Source, experiment: str, metrics: tuple[str, ...]) -> pd.DataFrame:
@@ -16,6 +16,7 @@ def by_variant(source: Source, experiment: str, metrics: tuple[str, ...]) -> pd.
     The group and the base are those of the variant's row when it ran.
     """
     rows = select(source.frame(experiment), metric=metrics)
+    rows = rows[~rows.subject.str.contains("[@:]")]  # parts and components of a step
     table = over_seeds(rows, KEY)
     run_of = rows.drop_duplicates("subject").set_index("subject").run_id
     variant = {name: source.runs.get(run, {}).get("case_row", {}) for name, run in run_of.items()}
@@ -27,7 +28,8 @@ def by_variant(source: Source, experiment: str, metrics: tuple[str, ...]) -> pd.
 def guess(name: str) -> str:
     """Group of a variant whose run does not say: from its name."""
     start = name.partition("_")[0]
-    return {"add": "add_one", "drop": "drop_one"}.get(start, start if start in GROUPS else "quality")
+    known = {"add": "add_one", "drop": "drop_one", "rung": "waterfall"} | {name: name for name in GROUPS}
+    return known.get(start, "quality")
 
 
 def wide(table: pd.DataFrame) -> pd.DataFrame:
@@ -42,7 +44,9 @@ def wide(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def ordered(table: pd.DataFrame) -> pd.DataFrame:
-    """Baselines, what is added to them, everything together, what is dropped from it, the quality studies."""
-    rank = {name: index for index, name in enumerate(("baseline", "add_one", "full", "drop_one", "quality"))}
+    """Baselines, what is added to them alone and in order, everything together, what is dropped from it, the quality
+    studies."""
+    order = ("baseline", "add_one", "waterfall", "full", "drop_one", "quality")
+    rank = {name: index for index, name in enumerate(order)}
     place = [rank.get(group, len(rank)) for group in table.group]
     return table.assign(place=place).sort_values("place", kind="stable").drop(columns="place").reset_index(drop=True)

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import yaml
+
 from gem import job, record
 from gem.cli import Parser
 from gem.digest import ROOT
@@ -158,6 +160,9 @@ def thaw(source: Path, folder: Path, *, config: Path = ROOT / "config") -> tuple
         if folder.parent.name in row["tiers"].split(","):
             runs = (f"{row['experiment']}-{row['case']}-{impl.replace(':', '.')}" for impl in row["impls"].split(","))
             cases[row["experiment"]].update(runs)
+    tier = config / f"{folder.parent.name}.yaml"
+    steps = yaml.safe_load(tier.read_text(encoding="utf-8")).get("step", {}) if tier.exists() else {}
+    cases["step"].update(f"step-{name}" for name in steps.get("variants", ()))
     for name in sorted({_job_of(_merged_info(folder, run_id)) for run_id in thawed}):
         receipt = folder / "jobs" / f"{name}.json"
         runs = job.runs_of(folder / "parts", name)
@@ -195,7 +200,9 @@ def _job_of(info: Mapping) -> str:
     experiment, variant = info["experiment"], info["case_row"].get("variant")
     if info.get("job"):
         return info["job"]
-    return f"{experiment}-{variant}" if experiment == "train" else experiment
+    if experiment == "train":
+        return f"{experiment}-{variant}"
+    return {"step_largest": "step"}.get(experiment, experiment)
 
 
 def _merged_info(folder: Path, run_id: str) -> dict:

@@ -126,6 +126,14 @@ class Settings:
         values = dict(self.config) | {"dataset": str(self.dataset) if self.dataset else None}
         return {key: values[key] for key in keys}
 
+    def bench_sections(self, bench: dict) -> dict:
+        """Sections that a measuring job depends on: of steps and their layers also the data's law and the variants."""
+        keys = ["device", "dtype", "preset", "implementations", "bench", "balance"]
+        if not {"step", "layers", "regions"} & set(_split(bench["records"])):
+            return self.sections(*keys)
+        names = dict.fromkeys(name for key in ("variants", "layer_variants") for name in self.config["step"][key])
+        return self.sections(*keys, "data", "step") | {"rows": self.variant_rows(*names)}
+
     def sheet_ids(self, *sheets: str) -> dict:
         return {name: list(self.sheets[name]) for name in sheets}
 
@@ -440,6 +448,9 @@ def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> Non
         known(name, variants, f"config/{tier}.yaml: key train.variants")
     for name in config["quality"]["variants"]:
         known(name, variants, f"config/{tier}.yaml: key quality.variants")
+    for key in ("variants", "layer_variants"):
+        for name in config.get("step", {}).get(key, ()):
+            known(name, variants, f"config/{tier}.yaml: key step.{key}")
     for sheet in ("kernels", "experiments"):
         for name, row in sheets[sheet].items():
             for item in row["tiers"].split(","):

@@ -71,7 +71,7 @@ def of_profile(events, on_gpu: bool) -> dict[str, float]:
     if not on_gpu:
         for event in events:
             if not _ANNOTATION.match(event.name):
-                found[classify(event.name, _operators(event.cpu_parent))] += event.self_cpu_time_total / 1e3
+                found[classify(event.name, _operators(event))] += event.self_cpu_time_total / 1e3
         return dict(found)
     linked: dict[str, float] = defaultdict(float)
     on_device: dict[str, float] = defaultdict(float)

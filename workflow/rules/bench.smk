@@ -23,9 +23,7 @@ for name, row in RUN.benches.items():
             run=RUN.name,
             row=row,
             cases=RUN.kernel_cases(name),
-            config=RUN.sections(
-                "device", "dtype", "preset", "implementations", "bench", "balance"
-            ),
+            config=RUN.bench_sections(row),
             sources=plan.sources(row["sources"]),
         message:
             f"Measuring {name}: {row['purpose']}"

@@ -1,0 +1,79 @@
+"""Records of timed steps and layers as F21, F22 and T08 read them."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from figures.load import Source, best_device_first, select
+
+# The source's order, each rung on top of the one before; what a rung is called where it is added.
+WATERFALL = {
+    "baseline_padded": "padded baseline",
+    "add_jagged": "+ no padding",
+    "baseline_varlen": "+ compile, fused optimiser (varlen baseline)",
+    "add_jfa_v2": "+ JFA v2",
+    "add_jfa_v4": "+ JFA v4",
+    "rung_gdpa": "+ GDPA",
+    "rung_window": "+ sliding window",
+    "rung_block": "+ 64-token blocks",
+    "rung_rotary": "+ fused rotary",
+    "rung_norms": "+ fused norms",
+    "rung_compskip": "+ CompSkip",
+    "drop_balance": "+ seed pooling",
+    "full": "+ balanced batches (full)",
+}
+SAME_MATH = {"full_same_math": "full, mathematics of the baseline"}
+COLUMNS = {
+    "attention_impl": "attention kernels", "gdpa_impl": "GDPA kernel", "self_attention": "64-token blocks",
+    "rotary": "fused rotary", "norm": "fused norms", "compskip": "CompSkip", "pooling": "seed pooling",
+}  # fmt: skip
+
+
+def whole_steps(source: Source, experiment: str = "step") -> pd.DataFrame:
+    """Rows of whole steps of variants: parts (name@variant) and components (variant:name) left out."""
+    rows = select(source.frame(experiment))
+    return rows[~rows.subject.str.contains("[@:]")] if len(rows) else rows
+
+
+def gpu_steps(source: Source) -> tuple[str, pd.DataFrame]:
+    """(device, metrics by variant) of the first GPU with a waterfall: index variant, columns metrics; median over
+    runs. ("", empty) without."""
+    rows = whole_steps(source)
+    rows = rows[(rows.phase == "step") & (rows.device != "cpu")] if len(rows) else rows
+    for device in best_device_first(rows.device):
+        own = rows[(rows.device == device) & rows.subject.isin({*WATERFALL, *SAME_MATH})]
+        if len(own):
+            every = rows[rows.device == device]
+            return device, every.pivot_table(index="subject", columns="metric", values="p50", aggfunc="median")
+    return "", pd.DataFrame()
+
+
+def components(source: Source, device: str) -> pd.DataFrame:
+    """Milliseconds of components by variant: index variant, columns components, from the profiler."""
+    rows = select(source.frame("step"), metric="time_ms", device=device)
+    rows = rows[rows.subject.str.contains(":")]
+    if rows.empty:
+        return pd.DataFrame()
+    names = rows.subject.str.split(":", n=1, expand=True)
+    return rows.assign(variant=names[0], part=names[1]).pivot_table(
+        index="variant", columns="part", values="p50", aggfunc="median"
+    )
+
+
+def predicted(source: Source, device: str) -> pd.DataFrame:
+    """Variants whose layers were added up from modules and whose step was timed: columns layers_ms (sum of modules),
+    rest_ms (the same for all: median of step less layers), step_ms, predicted_ms."""
+    layers = select(source.frame("layers"), metric="time_ms", phase="model", device=device)
+    layers = layers[~layers.subject.str.contains("[@:]")].groupby("subject").p50.median()
+    steps = select(whole_steps(source), metric="time_ms", phase="step", device=device).groupby("subject").p50.median()
+    both = pd.DataFrame({"layers_ms": layers, "step_ms": steps}).dropna()
+    both["rest_ms"] = (both.step_ms - both.layers_ms).median() if len(both) else 0.0
+    return both.assign(predicted_ms=both.layers_ms + both.rest_ms)
+
+
+def shares(source: Source, device: str) -> pd.Series:
+    """Milliseconds that each toggle saves on average over all orders, by column of variants.tsv."""
+    rows = select(source.frame("layers"), metric="time_ms", device=device)
+    rows = rows[rows.subject.str.startswith("shapley:")]
+    found = rows.assign(name=rows.subject.str.removeprefix("shapley:")).groupby("name", sort=False).p50.median()
+    return found.reindex([name for name in COLUMNS if name in found.index])

@@ -1,0 +1,51 @@
+"""Compile together, time in turn: who runs when, and what a lost process costs the others."""
+
+import pytest
+
+from gem.bench import farm
+
+from .farm_tasks import Task
+
+
+def jobs(folder, **how):
+    return [farm.Job(name, Task, (str(folder), name, what)) for name, what in how.items()]
+
+
+def log(folder):
+    lines = (line.split() for line in (folder / "log").read_text().splitlines())
+    return [(what, name) for _, what, name in sorted(lines, key=lambda words: int(words[0]))]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_measuring_is_alone_and_in_order(tmp_path, processes):
+    said = []
+    found = farm.run(jobs(tmp_path, a="", b="", c=""), processes, say=said.append)
+    assert [(item.name, item.status, item.value) for item in found] == [
+        ("a", "done", "A"), ("b", "done", "B"), ("c", "done", "C")
+    ]  # fmt: skip
+    order = log(tmp_path)
+    timed = [entry for entry in order if entry[0] != "prepare"]
+    assert timed == [(what, name) for name in "abc" for what in ("begin", "end")]
+    if processes == 3:  # nobody measures before the last is ready
+        assert {what for what, _ in order[:3]} == {"prepare"}
+    assert [line.partition(":")[0] for line in said] == ["a", "b", "c"]
+
+
+def test_a_lost_process_costs_nobody_else_anything(tmp_path):
+    found = farm.run(
+        jobs(tmp_path, dies="dies", hangs="hangs", raises="raises", breaks="breaks", fine=""), 5,
+        prepare_s=8, say=lambda line: None,
+    )  # fmt: skip
+    status = {item.name: (item.status, item.reason) for item in found}
+    assert status["fine"] == ("done", "")
+    assert status["dies"] == ("failed", "its process ended with exit code 7")
+    assert status["hangs"] == ("failed", "not ready after 8 s")
+    assert status["raises"] == ("failed", "ValueError: prepare: two lines")
+    assert status["breaks"] == ("failed", "RuntimeError: measure")
+
+
+def test_time_that_is_up_skips_what_is_left(tmp_path):
+    found = farm.run(jobs(tmp_path, a="", b=""), 1, limit_s=1e-9, say=lambda line: None)
+    assert [item.status for item in found] == ["skipped", "skipped"] and not (tmp_path / "log").exists()
+    with pytest.raises(ValueError, match="processes: 0; allowed: 1 or more"):
+        farm.run([], 0)
