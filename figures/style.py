@@ -116,10 +116,40 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "late_bf16": Look(ORANGE, "P", "-.", "xx", "RCEIL + late layers high"),
         "full": Look(BLUE, "^", "-", "", "full recipe"),
     },
+    "low_precision": {
+        "hopper_fp8": Look(BLUE, "o", "-", "xx", "8 bits, quantisation inside"),
+        "hopper_fp8:kernel": Look(SKY, "s", "--", "//", "8-bit kernel alone"),
+        "hopper_fp8:wgrad_high": Look(ORANGE, "^", "-.", "..", "8 bits, weight gradient in bf16"),
+    },
+    "quantise": {
+        "separate": Look(GREY, "o", "--", "..", "norm, then quantise"),
+        "fused": Look(BLUE, "s", "-", "xx", "one kernel"),
+        "bound": Look(LIGHT_GREY, "_", "-", "", "bound of one pass"),
+        "jagged_attention": Look(SKY, "^", "-", "//", "softmax attention"),
+        "gdpa": Look(GREEN, "D", "-", "\\\\", "GDPA"),
+    },
     "sparse": {
         "v1": Look(GREY, "o", "-", "..", "V1: 1D model parallel"),
         "v2": Look(ORANGE, "s", "--", "//", "V2: 2D"),
         "v3": Look(BLUE, "^", "-", "xx", "V3: fully sharded 2D"),
+    },
+    "sparse_step": {
+        "fwd": Look(SKY, "o", "-", "//", "forward"),
+        "bwd": Look(BLUE, "s", "--", "", "backward and update"),
+        "sync": Look(ORANGE, "^", ":", "xx", "sync of replicas"),
+    },
+    "gather": {
+        "none": Look(GREY, "o", "-", "..", "no gather"),
+        "nccl": Look(VERMILION, "s", "--", "//", "NCCL"),
+        "nccl_ctas": Look(ORANGE, "D", "-.", "\\\\", "NCCL, blocks limited"),
+        "copy_engine": Look(BLUE, "^", "-", "xx", "copy engines"),
+    },
+    "collective": {
+        "all_gather": Look(VERMILION, "s", "--", "", "all-gather, NCCL"),
+        "reduce_scatter": Look(ORANGE, "D", "-.", "", "reduce-scatter, NCCL"),
+        "all_reduce": Look(GREEN, "v", ":", "", "all-reduce, NCCL"),
+        "all_to_all": Look(PURPLE, "P", "--", "", "all-to-all, NCCL"),
+        "gather_copy_engine": Look(BLUE, "^", "-", "", "all-gather, copy engines"),
     },
     "dense": {
         "dense_1d": Look(GREY, "o", "-", "..", "1D: FSDP over all GPUs"),
@@ -151,6 +181,7 @@ FAMILIES: dict[str, dict[str, Look]] = {
     "group": {
         "baseline": Look(BLACK, "D", "-", "//", "baseline"),
         "add_one": Look(SKY, "o", "-", "", "baseline + one"),
+        "waterfall": Look(GREEN, "P", "-", "..", "added in order"),
         "drop_one": Look(ORANGE, "v", "-", "\\\\", "full - one"),
         "full": Look(BLUE, "*", "-", "xx", "full"),
         "quality": Look(PURPLE, "s", "-", "..", "quality study"),

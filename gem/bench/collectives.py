@@ -160,7 +160,8 @@ class Gemms:
 
 def contention(job: Job) -> None:
     """GEMMs alone, beside a kernel that holds multiprocessors, beside gathers by NCCL and by copy engines."""
-    settings = {"held": HELD, "ctas": CTAS, "gemm": GEMM, "gemms": GEMMS, "shard_bytes": GATHER_BYTES}
+    sms = torch.cuda.get_device_properties(job.rank.device).multi_processor_count
+    settings = {"held": HELD, "ctas": CTAS, "gemm": GEMM, "gemms": GEMMS, "shard_bytes": GATHER_BYTES, "sms": sms}
     run = job.open_run(EXPERIMENT, "contention", SOURCES, settings)
     gemms, case, world = Gemms(job.rank.device), f"gemm{GEMM}x{GEMMS}", job.rank.world_size
     add_time(run, base(case, "gemm_alone", "torch_mm"), job.time(gemms, 8))

@@ -5,6 +5,12 @@ averages the copies every step. V3 is V2 with each shard split again over its re
 gathered before the lookup, gathered again for the update, and scattered back, so that a GPU holds shard + shard /
 replicas at the peak and shard / replicas between steps. So says the source; the numbers below are arithmetic on one
 set of tables and no measurement.
+
+Replicas of a shard are neighbours on a host (TorchRec's default, and what keeps copies on NVLink). Then every host has
+one member of each group for `replicas` GPUs, so a group is spread over all hosts and all zones: its all-to-all
+leaves the host and the zone with the same share of bytes as that of V1, and what groups save is peers, not
+bytes: GROUP - 1 partners and messages gpus / GROUP times as long. The other placement, a group inside one zone, keeps
+lookups in the zone and sends the copies across zones instead (`copies_across_zones`).
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ from gem import record
 
 EXPERIMENT = "sparse"
 SOURCES = ("gem/bench/sparse_model.py",)
-GROUP = 256  # GPUs that share one copy of the tables in V2 and V3
+GROUP = 256  # GPUs that share one copy of the tables in V2 and V3, and GPUs of a zone
+HOST = 8
 GPUS = (256, 512, 1024, 2048)  # so that at most 8 replicas of a shard, and they fit on a host of 8
 
 
@@ -60,8 +67,10 @@ def placement_skew(loads: np.ndarray, pieces: int, ranks: int) -> float:
 
 
 def model(tables: Tables, gpus: int) -> dict[str, dict[tuple[str, str], float]]:
-    """Generation -> (metric, impl) -> value a GPU: bytes held (resident, peak), bytes sent a step (network: outside the
-    host; across_zones: of those, to other zones of GROUP GPUs; nvlink: inside the host), skew of the placement.
+    """Generation -> (metric, impl) -> value a GPU: bytes held (resident, peak), skew of the placement, and bytes sent a
+    step: network, lookups that leave the host; across_zones, of those to other zones of GROUP GPUs; to_one_peer, of
+    lookups to each member of the group; nvlink, copies inside the host; copies_across_zones, what the copies would
+    send across zones if a group lay inside one zone.
 
     gpus must be a multiple of GROUP, at most 8 of them: the replicas of a shard share a host.
     """
@@ -77,12 +86,19 @@ def model(tables: Tables, gpus: int) -> dict[str, dict[tuple[str, str], float]]:
         held = {"v1": total / gpus, "v2": shard, "v3": shard / replicas}[name]
         peak = held + shard if name == "v3" and replicas > 1 else held
         moves = {"v1": 0.0, "v2": 2 * share * shard, "v3": 3 * share * shard}[name]
+
+        def members(near: int, apart: int = gpus // ranks) -> float:
+            """GPUs of this GPU's group among `near` neighbours: one in `apart`."""
+            return near / apart
+
         found[name] = {
             ("memory_bytes", "resident"): held,
             ("memory_bytes", "peak"): peak,
-            ("comm_bytes", "network"): lookups * (ranks - 1) / ranks,
-            ("comm_bytes", "across_zones"): lookups * (ranks - GROUP) / ranks,
+            ("comm_bytes", "network"): lookups * (ranks - members(HOST)) / ranks,
+            ("comm_bytes", "across_zones"): lookups * (ranks - members(GROUP)) / ranks,
+            ("comm_bytes", "to_one_peer"): lookups / ranks,
             ("comm_bytes", "nvlink"): moves,
+            ("comm_bytes", "copies_across_zones"): moves,
             ("skew", "model"): placement_skew(tables.loads, tables.pieces, ranks),
         }
     return found

@@ -62,8 +62,15 @@ def test_sparse_generations_by_hand(tmp_path):
     assert values["v2"][("comm_bytes", "nvlink")] == 2 * shard / 2
     assert values["v3"][("comm_bytes", "nvlink")] == 3 * shard / 2
     lookups = 2 * 8 * 2 * 4 * 2 + 8 * 8 * 5000
-    assert values["v1"][("comm_bytes", "network")] == pytest.approx(lookups * 511 / 512)
-    assert [values[name][("comm_bytes", "across_zones")] for name in ("v1", "v2")] == [lookups / 2, 0]
+    # two replicas of a shard are neighbours, so of 8 GPUs of a host 4 belong to a group of 256, of 256 in a zone 128
+    assert values["v1"][("comm_bytes", "network")] == pytest.approx(lookups * (512 - 8) / 512)
+    for name in ("v2", "v3"):
+        assert values[name][("comm_bytes", "network")] == pytest.approx(lookups * (256 - 4) / 256)
+        assert values[name][("comm_bytes", "across_zones")] == pytest.approx(lookups * (256 - 128) / 256)
+    assert values["v1"][("comm_bytes", "across_zones")] == pytest.approx(lookups / 2)
+    assert [values[name][("comm_bytes", "to_one_peer")] * n for name, n in (("v1", 512), ("v3", 256))] == [lookups] * 2
+    one = sparse_model.model(tables, 256)
+    assert all(part[("comm_bytes", "across_zones")] == 0 for part in one.values()), "one zone, one group"
     assert all(part[("skew", "model")] == 1.0 for part in values.values())
     with pytest.raises(ValueError, match="4096"):
         sparse_model.model(tables, 4096)

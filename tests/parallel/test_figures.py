@@ -36,10 +36,11 @@ def test_tiers_and_axes(source):
 def test_pairs_are_drawn_beside_the_model(source, tmp_path):
     book = synthetic.Book(PAIR)
     for metric, value in (("comm_bytes", 2.0**20), ("time_ms", 0.5)):
-        book.add("topology", "bytes1", "all_gather_bf16", "nccl", "fwd", metric, value)
+        book.add("topology", "bytes1", "all_gather", "nccl", "step", metric, value)
+        book.add("topology", "bytes1", "all_gather_fp8", "nccl", "step", metric, value / 2)  # quantising is in its time
     book.write(tmp_path / "measured" / "h200x2")
     _, table = fig_15_topology.draw(source)
-    pair = table[table.subject == "all_gather_bf16"]
+    pair = table[table.scope == "measured"]
     assert pair.mib.tolist() == [2.0] and pair.p50.tolist() == [0.5] and pair.scope.tolist() == ["measured"]
 
 
