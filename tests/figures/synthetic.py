@@ -73,6 +73,17 @@ def kernels(book: Book) -> None:
         row = {"kind": "cross", "q_law": "uniform", "q_max": str(length), "kv_max": "256", "activation": "gelu_tanh"}
         for phase in ("fwd", "bwd"):
             book.timed("kernels", f"gdpa_cross_kv256_{length}", "gdpa", "tlx", phase, 1.0, 300.0, row)
+    for op, bf16 in (("jagged_attention", "v4"), ("gdpa", "tlx")):
+        row = {"q_law": "full", "q_max": "4096", "num_heads": "4", "head_dim": "128"}
+        for impl, ms in ((bf16, 3.0), ("hopper_fp8", 2.5), ("hopper_fp8:kernel", 2.0)):
+            book.timed("kernels", f"fp8_{op}_4096", op, impl, "fwd", ms, None, row)
+    for phase in ("fwd", "bwd"):
+        row = {"q_law": "full", "q_max": "1024", "num_heads": "16", "head_dim": "128"}
+        for impl, ms in (("bf16", 2.6), ("hopper_fp8", 2.0), ("hopper_fp8:wgrad_high", 2.6)):
+            book.timed("kernels", "mx_linear_2048", "mx_linear", impl, phase, ms, None, row)
+    for impl, ms in (("separate", 0.7), ("fused", 0.3)):
+        row = {"q_law": "full", "q_max": "1024", "num_heads": "4", "head_dim": "128"}
+        book.timed("kernels", "norm_quantize_512", "norm_quantize", impl, "fwd", ms, None, row)
     for phase, ms in (("fwd", 4.0), ("bwd", 9.0)):
         book.timed("kernels", "block_2000", "jagged_attention", "v2:block_mask", phase, ms)
         book.timed("kernels", "block_2000", "block_attention", "tlx", phase, ms / 2)
@@ -189,8 +200,12 @@ def cpu_records(book: Book) -> None:
         for index, name in enumerate(("v1", "v2", "v3"), start=1):
             for metric, impl in (("memory_bytes", "resident"), ("memory_bytes", "peak"), ("comm_bytes", "network"),
                                  ("comm_bytes", "across_zones"), ("comm_bytes", "nvlink")):  # fmt: skip
-                book.add("sparse", f"gpus{gpus}", name, impl, "model", metric, index * 2**30)
-            book.add("sparse", f"gpus{gpus}", name, "model", "model", "skew", 1 + 0.1 * index)
+                book.add("sparse", f"gpus{gpus}", name, impl, "model", metric, index * 2**30, scope="modelled")
+            for metric, impl, value in (
+                ("skew", "model", 1 + 0.1 * index),
+                ("comm_bytes", "to_one_peer", 2**10 * index),
+            ):
+                book.add("sparse", f"gpus{gpus}", name, impl, "model", metric, value, scope="modelled")
     for weight in ("0", "1"):
         for index, name in enumerate(("drop_block", "drop_block_for_window", "full")):
             row = {"variant": name, "group": "full"}
@@ -230,6 +245,36 @@ def jobs(book: Book) -> None:
             add(f"bytes{2**power}", f"all_gather_{tier}", "time_ms", ms * power)
 
 
+def pair(book: Book) -> None:
+    """Two GPUs: sparse generations, and collectives beside products that take 10 ms alone."""
+    for index, name in enumerate(("v1", "v2", "v3", "v3_torchrec"), start=1):
+        for metric, impl, value in (("memory_bytes", "tables", index * 2**30), ("skew", "lookups", 1 + index / 10),
+                                    ("memory_bytes", "tables_peak", 2 * index * 2**30)):  # fmt: skip
+            book.add("sparse", "gpus2", name, impl, "step", metric, value, run="sparse-generations")
+        for phase, ms in (("fwd", 1.0), ("bwd", 2.0), ("step", 3.0 + index)):
+            book.add("sparse", "gpus2", name, "step", phase, "time_ms", ms, run="sparse-generations")
+        book.add("sparse", "gpus2", f"{name}_sync", "step", "step", "time_ms", index, run="sparse-generations")
+    base = {"run": "topology-all"}
+    book.add("topology", "gemm", "gemm_alone", "torch_mm", "step", "time_ms", 10.0, **base)
+    for sms in (8, 24, 66):
+        book.add("topology", "gemm", f"gemm_beside_{sms}_sms", "held", "step", "time_ms", 10 + sms / 10, **base)
+    for index, impl in enumerate(("nccl", "nccl_ctas4", "nccl_ctas16", "copy_engine"), start=1):
+        if impl != "copy_engine":
+            book.add("topology", f"bytes{2**29}", "gather_limited", impl, "step", "time_ms", index, **base)
+        book.add("topology", "gemm", "gemm_beside_gather", impl, "step", "time_ms", 14 - index, **base)
+    for rows in (2048, 8192):
+        steps = {"no": ("none", 20.0), "copy_engine": ("copy_engine", 20.2), "nccl": ("nccl", 24.0)}
+        for name, (impl, ms) in steps.items():
+            book.add("topology", f"rows{rows}", f"step_{name}_gather", impl, "step", "time_ms", ms, **base)
+        book.add("topology", f"rows{rows}", "step_nccl_gather", "nccl_ctas4", "step", "time_ms", 23.0, **base)
+    for size in (2**20, 2**29):
+        for name in ("all_gather", "all_to_all", "gather_copy_engine"):
+            impl = "copy_engine" if "copy" in name else "nccl"
+            book.add("topology", f"bytes{size}", name, impl, "step", "comm_bytes", size / 2, **base)
+            book.add("topology", f"bytes{size}", name, impl, "step", "time_ms", size / 2 / 2e8, **base)
+    book.runs["topology-all"]["config"] = {"settings": {"sms": 132}}
+
+
 def write(root: Path) -> tuple[Path, Path]:
     """Folders (records, measured) under root, with claims beside the records."""
     cpu = Book({"type": "cpu", "name": "Test CPU", "slug": "cpu", "count": 1})
@@ -243,6 +288,9 @@ def write(root: Path) -> tuple[Path, Path]:
     records, measured = root / "results" / "records", root / "measured"
     cpu.write(records)
     gpu.write(measured / "h200")
+    both = Book({"type": "cuda", "name": "NVIDIA H200", "slug": "h200x2", "count": 2})
+    pair(both)
+    both.write(measured / "h200x2")
     claims = root / "results" / "claims" / "claims.csv"
     claims.parent.mkdir(parents=True, exist_ok=True)
     claims.write_text(

@@ -171,6 +171,28 @@ def test_sparse_figure_and_table_agree(drawn):
     summary = table(drawn, "T06").set_index("generation")
     assert summary["tables held, GiB"].to_dict() == {"V1": 1, "V2": 2, "V3": 3}
     assert summary["GPUs"].tolist() == [1024] * 3 and summary.loc["V2", "source: memory overhead"] == "high"
+    # what two GPUs held and took stands beside it, never in the same column
+    assert summary["measured: tables held, GiB"].to_dict() == {"V1": 1, "V2": 2, "V3": 3}
+    assert summary["measured: step, ms"].tolist() == [4, 5, 6] and summary["measured: GPUs"].tolist() == [2] * 3
+    assert summary["measured: busiest / mean GPU, lookups"].tolist() == pytest.approx([1.1, 1.2, 1.3])
+    shown = table(drawn, "F17")
+    assert set(shown[shown.scope == "measured"].subject) >= {"v1", "v3_torchrec", "v2_sync"}
+
+
+def test_contention_is_relative_to_products_alone(drawn):
+    rows = table(drawn, "F18").set_index(["panel", "subject", "impl"])
+    assert rows.loc[("held", "gemm_beside_24_sms", "held"), "value"] == pytest.approx(24.0)
+    beside = rows.loc["beside"].loc["gemm_beside_gather"]
+    assert beside.value.to_dict() == pytest.approx({"nccl": 30, "nccl_ctas4": 20, "nccl_ctas16": 10, "copy_engine": 0})
+    # 256 MiB sent in 2 ms by NCCL with four blocks, at 200 GB/s by copy engines
+    assert beside.place.to_dict() == pytest.approx(
+        {"nccl": 268.435456, "nccl_ctas4": 134.217728, "nccl_ctas16": 89.478485, "copy_engine": 200}
+    )
+    layered = table(drawn, "F18").query("panel == 'layered'").set_index(["place", "impl"]).value
+    fast = {(rows, impl): v for rows in (2048, 8192) for impl, v in (("nccl_ctas4", 15.0), ("copy_engine", 1.0))}
+    assert layered.to_dict() == pytest.approx(fast), "of NCCL the fastest setting"
+    rates = table(drawn, "F18").query("panel == 'bandwidth'")
+    assert rates.value.tolist() == pytest.approx([200.0] * 6)
 
 
 def test_balance_reads_schemes_and_pools(drawn):
@@ -219,10 +241,10 @@ def test_other_tables(drawn):
     assert dense["FSDP with 2-way expert parallelism"] == pytest.approx(0.9 * full)
     # 8 + 4 + 4 tokens in, 4 out, both ways, 2 layers, batch 1,024, width 32, bf16
     assert dense["expert parallelism"] == pytest.approx(2 * 2 * 1024 * (16 + 4) * 32 * 2 / 2**20)
-    machines = table(drawn, "T09").set_index("device")
-    assert set(machines.index) == {"Test CPU", "NVIDIA H200"}
-    assert "windows" in machines.loc["NVIDIA H200", "experiments"]
-    assert machines.commits.tolist() == [1, 1] and machines.dirty.tolist() == [0, 0]
+    machines = table(drawn, "T09").set_index(["device", "count"])
+    assert set(machines.index) == {("Test CPU", 1), ("NVIDIA H200", 1), ("NVIDIA H200", 2)}
+    assert "windows" in machines.loc[("NVIDIA H200", 1), "experiments"]
+    assert machines.commits.tolist() == [1] * 3 and machines.dirty.tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -270,10 +292,13 @@ def test_failed_rows_are_not_drawn(folders):
     assert len(load.select(frame, metric="time_ms")) == len(frame) - 1
 
 
-def test_available_gives_reasons(folders):
+def test_available_gives_reasons(folders, monkeypatch):
     records, measured = folders
     assert load.available("F20", records, measured) == (True, "records of balance")
-    good, reason = load.available("F12", records, measured)
+    planned = load.figure_rows() | {"F99": {"script": "fig_99_planned", "records": "kernels"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "figure_rows", lambda *_: planned)
+        good, reason = load.available("F99", records, measured)
     assert not good and "does not exist" in reason
     assert load.available("F05", records, records / "none") == (False, "no records of masking")
     assert load.available("F02", records, records / "none")[0]
@@ -360,8 +385,8 @@ def test_a_cpu_alone_draws_what_it_measured_and_names_what_is_missing(folders, t
     for script in SCRIPTS:
         name = module_of(script).ID
         codes[name] = run(script, (records, tmp_path / "none"), tmp_path / name)
-    assert [name for name, code in codes.items() if code] == ["F05", "F06", "F09", "F19"]
-    assert capsys.readouterr().err.count("\n") == 4
+    assert [name for name, code in codes.items() if code] == ["F05", "F06", "F09", "F12", "F13", "F18", "F19"]
+    assert capsys.readouterr().err.count("\n") == 7
 
 
 def test_modelled_schedules_need_no_gpu_times(tmp_path):
@@ -372,3 +397,16 @@ def test_modelled_schedules_need_no_gpu_times(tmp_path):
     assert run("fig_09_tile_schedule", (tmp_path / "records", tmp_path / "none"), tmp_path / "F09") == 0
     rows = pd.read_csv(tmp_path / "F09.csv").set_index("impl").value
     assert rows.to_dict() == {"grid": 6.0, "valid": 2.0, "zigzag": 1.0}
+
+
+def test_8_bit_rows_are_compared_with_bf16_of_the_same_case_and_phase(drawn):
+    rows = table(drawn, "F12").set_index(["subject", "impl", "phase"]).value
+    assert rows["jagged_attention", "hopper_fp8", "fwd"] == pytest.approx(1.2)
+    assert rows["gdpa", "hopper_fp8:kernel", "fwd"] == pytest.approx(1.5)
+    assert rows["mx_linear", "hopper_fp8", "bwd"] == pytest.approx(1.3)
+    assert rows["mx_linear", "hopper_fp8:wgrad_high", "fwd"] == pytest.approx(1.0)
+    quantised = table(drawn, "F13")
+    shares = quantised[quantised.panel == "attention"].set_index("subject").value
+    assert shares["jagged_attention"] == pytest.approx(0.2)
+    norms = quantised[(quantised.panel == "norm") & (quantised.metric == "time_ms")].set_index("impl")
+    assert norms.value["separate"] == pytest.approx(0.7) and norms.width["fused"] == 512
