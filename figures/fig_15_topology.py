@@ -5,6 +5,7 @@ import sys
 import pandas as pd
 
 from figures import cli, large_jobs, style
+from figures.load import NoDataError, need
 
 ID = "F15"
 CAPTION = (
@@ -20,10 +21,15 @@ AXES = {
     "axis_expert": "experts: activations",
     "axis_replica": "DDP: gradient shards",
 }
+COLUMNS = ["case", "subject", "impl", "tier", "mib", "metric", "unit", "p50", "scope", "note"]
 
 
 def draw(source):
-    rows = large_jobs.rows_of(source)
+    pair = measured(source)
+    try:
+        rows = large_jobs.rows_of(source)
+    except NoDataError:
+        return alone(need(pair, "simulate, nor of all-gathers in topology"))
     curves = rows[rows.subject.str.startswith("all_gather_") & (rows.metric == "time_ms")]
     curves = curves.assign(tier=curves.subject.str.removeprefix("all_gather_"))
     curves["mib"] = pd.to_numeric(curves.case.str.removeprefix("bytes")) / 2**20
@@ -34,13 +40,7 @@ def draw(source):
     left, right = panels[0]
     for tier in style.FAMILIES["tier"]:
         style.line(left, curves[curves.tier == tier], "mib", "p50", "tier", tier)
-    pair = measured(source)
-    if len(pair):
-        left.plot(pair.mib, pair.p50, "x", color=style.INK, label="two GPUs, measured")
-    left.set(xscale="log", yscale="log", xlabel="MiB gathered", ylabel="ms", title="All-gather")
-    left.set_xticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
-    left.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
-    left.minorticks_off()
+    gathers(left, pair)
     axes = axes.assign(tier=axes.note.str.partition(":")[0]).sort_values("p50")
     for place, row in enumerate(axes.itertuples()):
         style.bar(right, place, row.p50, "tier", row.tier, horizontal=True, label=False, width=0.7)
@@ -52,8 +52,26 @@ def draw(source):
     figure.suptitle(f"Modelled, {large_jobs.standing(rows)}", x=0.01, ha="left")
     style.legend(figure, [left])
     table = pd.concat([curves, axes, jobs[jobs.subject.isin(AXES) & (jobs.metric == "comm_bytes")], pair])
-    columns = ["case", "subject", "impl", "tier", "mib", "metric", "unit", "p50", "scope", "note"]
-    return figure, table.reindex(columns=columns)
+    return figure, table.reindex(columns=COLUMNS)
+
+
+def alone(pair: pd.DataFrame):
+    """What was measured, where nothing is modelled: a build from shipped records."""
+    figure, panels = style.panels(1, 2, height=2.6)
+    gathers(panels[0][0], pair)
+    style.blank(panels[0][1], "modelled jobs")
+    figure.suptitle("Measured on one host; the model is made in tier smoke", x=0.01, ha="left")
+    style.legend(figure, [panels[0][0]])
+    return figure, pair.reindex(columns=COLUMNS)
+
+
+def gathers(axis, pair: pd.DataFrame) -> None:
+    if len(pair):
+        axis.plot(pair.mib, pair.p50, "x", color=style.INK, label="two GPUs, measured")
+    axis.set(xscale="log", yscale="log", xlabel="MiB gathered", ylabel="ms", title="All-gather")
+    axis.set_xticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
+    axis.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axis.minorticks_off()
 
 
 def measured(source) -> pd.DataFrame:

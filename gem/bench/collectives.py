@@ -1,6 +1,7 @@
 """Collectives between the GPUs of one host: by size, beside GEMMs, on copy engines, in FP8 (experiment topology).
 
     python -m gem.bench.collectives --tier gpu2
+    python -m gem.bench.collectives --tier gpu --ranks 1 --parts held      what one GPU can show
 
 Results are compared with what they must be before anything is timed; a wrong one gets no time but status failed.
 comm_bytes: what a rank sends. Cases bytes<n>: n bytes of the whole buffer, in bfloat16.
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from gem.bench import ranks
 from gem.bench.ranks import Job, add_time
+from gem.bench.timing import Timing
 from gem.parallel import collectives
 from gem.parallel.collectives import CopyEngineGather, GatherThenQuantise, QuantiseThenGather
 
@@ -158,22 +160,31 @@ class Gemms:
             torch.mm(self.a, self.b, out=self.out)
 
 
-def contention(job: Job) -> None:
-    """GEMMs alone, beside a kernel that holds multiprocessors, beside gathers by NCCL and by copy engines."""
+def held(job: Job) -> None:
+    """GEMMs alone, and beside a kernel that holds multiprocessors. One GPU is enough."""
     sms = torch.cuda.get_device_properties(job.rank.device).multi_processor_count
-    settings = {"held": HELD, "ctas": CTAS, "gemm": GEMM, "gemms": GEMMS, "shard_bytes": GATHER_BYTES, "sms": sms}
-    run = job.open_run(EXPERIMENT, "contention", SOURCES, settings)
-    gemms, case, world = Gemms(job.rank.device), f"gemm{GEMM}x{GEMMS}", job.rank.world_size
+    settings = {"held": HELD, "gemm": GEMM, "gemms": GEMMS, "sms": sms}
+    run = job.open_run(EXPERIMENT, "held", SOURCES, settings)
+    gemms, case = Gemms(job.rank.device), f"gemm{GEMM}x{GEMMS}"
     add_time(run, base(case, "gemm_alone", "torch_mm"), job.time(gemms, 8))
-    for sms in HELD:
+    for count in HELD:
         dist.barrier()
         torch.cuda.synchronize()
-        with collectives.occupied(sms):
+        with collectives.occupied(count):
             times = job.clock.run([gemms] * 8)  # no collective within: its kernel might find no multiprocessor
         found = torch.tensor(times, device=job.rank.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        timing = ranks.Timing.of(found.tolist(), 0)
-        add_time(run, base(case, f"gemm_beside_{sms}_sms", "held"), timing)
+        add_time(run, base(case, f"gemm_beside_{count}_sms", "held"), Timing.of(found.tolist(), 0))
+    write(job, run)
+
+
+def contention(job: Job) -> None:
+    """GEMMs beside as many gathers, by NCCL and by copy engines."""
+    settings = {"ctas": CTAS, "gemm": GEMM, "gemms": GEMMS, "shard_bytes": GATHER_BYTES}
+    run = job.open_run(EXPERIMENT, "contention", SOURCES, settings)
+    gemms, case, world = Gemms(job.rank.device), f"gemm{GEMM}x{GEMMS}", job.rank.world_size
+    # alone in this very part too: the clock of a GPU that has computed for a while is another
+    add_time(run, base(case, "gemm_alone", "torch_mm"), job.time(gemms, 8))
     numel = GATHER_BYTES // 2
     shard = torch.full((numel,), 1.0, dtype=torch.bfloat16, device=job.rank.device)
     full = torch.empty(world * numel, dtype=torch.bfloat16, device=job.rank.device)
@@ -182,15 +193,13 @@ def contention(job: Job) -> None:
         gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
         row = base(f"bytes{world * GATHER_BYTES}", "gather_limited", impl)
         add_time(run, row, job.time(gather, 8), "all-gather alone")
-        add_time(
-            run, base(case, "gemm_beside_gather", impl), job.time(lambda g=group: beside_nccl(gemms, full, shard, g), 8)
-        )
+        beside = partial(beside_nccl, gemms, full, shard, group)
+        add_time(run, base(case, "gemm_beside_gather", impl), job.time(beside, 8))
     copy = CopyEngineGather(numel, torch.bfloat16)
     timing = job.time(lambda: beside_copies(gemms, copy), 8)
     add_time(run, base(case, "gemm_beside_gather", "copy_engine"), timing, f"{GEMMS} gathers beside {GEMMS} GEMMs")
-    run.add(
-        **base(case, "gather_beside_gemm"), metric="comm_bytes", p50=sent("all_gather", world * GATHER_BYTES, world)
-    )
+    bytes_sent = sent("all_gather", world * GATHER_BYTES, world)
+    run.add(**base(case, "gather_beside_gemm"), metric="comm_bytes", p50=bytes_sent)
     write(job, run)
 
 
@@ -283,7 +292,13 @@ def write(job: Job, run) -> None:
     dist.barrier()
 
 
-PARTS = {"collectives": by_size, "contention": contention, "layered_step": layered_step, "low_precision": low_precision}
+PARTS = {
+    "collectives": by_size,
+    "held": held,
+    "contention": contention,
+    "layered_step": layered_step,
+    "low_precision": low_precision,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -134,14 +134,13 @@ def main(module: str, description: str, parts: Mapping[str, Callable[[Job], None
             if name not in parts:
                 raise ValueError(f"--parts: {name!r} is unknown; allowed: {', '.join(parts)}")
         collectives.need_cuda(f"python -m {module}")
-        if "RANK" not in os.environ:
-            if not 2 <= args.ranks <= torch.cuda.device_count():
-                raise ValueError(
-                    f"--ranks {args.ranks}; allowed: 2 to the GPUs of this host, {torch.cuda.device_count()}"
-                )
-            # inductor's own worker processes do not see the GPU beside TLX's Triton
-            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-            os.environ |= launch.NO_MULTICAST
+        os.environ |= launch.NO_MULTICAST
+        # inductor's own worker processes do not see the GPU beside TLX's Triton
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        if "RANK" not in os.environ and args.ranks != 1:
+            if not 1 <= args.ranks <= torch.cuda.device_count():
+                there = torch.cuda.device_count()
+                raise ValueError(f"--ranks {args.ranks}; allowed: 1 to the GPUs of this host, {there}")
             return launch.main(["--standalone", "--nproc-per-node", str(args.ranks), "-m", module, *argv])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

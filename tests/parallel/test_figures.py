@@ -41,6 +41,9 @@ def test_pairs_are_drawn_beside_the_model(source, tmp_path):
     book.write(tmp_path / "measured" / "h200x2")
     _, table = fig_15_topology.draw(source)
     pair = table[table.scope == "measured"]
+    alone = Source(tmp_path / "none", tmp_path / "measured", tmp_path)
+    figure, own = fig_15_topology.draw(alone)
+    assert own.p50.tolist() == [0.5] and title(figure).startswith("Measured on one host")
     assert pair.mib.tolist() == [2.0] and pair.p50.tolist() == [0.5] and pair.scope.tolist() == ["measured"]
 
 

@@ -144,15 +144,18 @@ def test_the_benchmark_checks_and_counts():
     assert sum(memory["v1"]) == memory["v2"][0] == memory["v2"][1] == 2 * memory["v3"][0]
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs two GPUs")
-def test_two_gpus():
+@pytest.mark.parametrize("world", [1, 2], ids=["one_gpu", "two_gpus"])
+def test_on_gpus(world):
     """On NCCL: V1 with SGD as one process, uneven batches included; all generations through gem.bench.sparse.check."""
-    seen = launch.spawn(2, checks.on_gpus, "nccl", timeout_s=150)
-    for how, sizes in (("row", [5, 3]), ("auto", [4, 4])):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"NCCL needs {world} of {torch.cuda.device_count()} GPUs")
+    seen = launch.spawn(world, checks.on_gpus, "nccl", timeout_s=150)
+    for how, sizes in (("row", [5, 3][:world]), ("auto", [4] * world)):
         wanted, losses = checks.one_process(sizes, "sgd")
         for rank in seen:
             close(rank[how]["tables"], wanted, 1e-5)
             assert rank[how]["losses"] == pytest.approx(losses, rel=1e-5)
     for rank in seen:
         assert rank["errors"]["v1"] < 1e-4 and rank["errors"]["v2"] < 1e-4 and rank["errors"]["v3"] < 1e-4
-        assert rank["errors"]["v3_torchrec"] < 0.5, "one step late, not wrong"
+        # TorchRec's own order is one step late where there are replicas, not wrong
+        assert rank["errors"]["v3_torchrec"] < (1e-4 if world == 1 else 0.5)
