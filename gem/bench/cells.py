@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -55,7 +56,9 @@ class Cell:
     def name(self) -> str:
         return "-".join([self.kind, *(value for _, value in self.columns)])
 
+    @cache  # noqa: B019 (cells are few, and asked again for each subset of toggles)
     def config(self, tier: str, preset: str | None) -> Config:
+        """The configuration that the module is built from."""
         row = configuration.load_variants()[BASE] | dict(self.columns) | {"variant": self.name}
         return Config.from_variant(row, configuration.load_tier(tier), preset)
 

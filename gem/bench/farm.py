@@ -104,7 +104,8 @@ class _Worker:
     def fail(self, reason: str) -> None:
         spent = time.monotonic() - self.started if self.ready_after is None else self.ready_after
         self.outcome = Outcome(self.job.name, "failed", reason, spent)
-        self.stop()
+        if self.process.is_alive():
+            self.process.kill()  # joined at the end: a driver may take seconds to let go of a process
 
     def stop(self) -> None:
         if self.process.is_alive():
@@ -139,6 +140,7 @@ def _wave(wave, deadline: float, prepare_s: float, measure_s: float, say) -> lis
                     worker.ready_after = time.monotonic() - worker.started
                     if word != "ready":
                         worker.fail(reason)
+                    say(f"{worker.job.name}: {word} after {worker.ready_after:.1f} s{reason and f': {reason}'}")
                 elif not ready:
                     worker.fail(f"not ready after {prepare_s:g} s")
         for worker in workers:

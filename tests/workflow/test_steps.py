@@ -1,5 +1,6 @@
 """Jobs that time steps and layers: what they depend on, and what a thaw leaves to measure."""
 
+import itertools
 import json
 
 import pytest
@@ -45,7 +46,7 @@ def test_waterfall_rungs_differ_from_the_rung_before_in_one_column():
     from figures.steps import WATERFALL
 
     order = list(WATERFALL)[2:]  # from the varlen baseline on
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         changed = {
             name
             for name in rows[after]
