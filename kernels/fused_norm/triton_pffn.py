@@ -108,7 +108,8 @@ def enter_backward_kernel(
 def _launch(kernel, *tensors, offsets, eps, tile=None, num_warps=None):
     """Run a kernel over the tokens of contiguous [T, H, D] tensors; the last of `offsets` ends the sequences.
 
-    tile, num_warps: rows and warps of a program, for sweeps.
+    tile, num_warps: rows and warps of a program. By default a warp has 1,024 elements, 32 a thread, and up to there a
+    program is one warp, whose sums need no shared memory: the fastest of a sweep on an H200 (TUNING.md).
     """
     rows, columns = tensors[0].shape[0], tensors[0].shape[1] * tensors[0].shape[2]
     if columns > MAX_COLUMNS:
@@ -116,10 +117,10 @@ def _launch(kernel, *tensors, offsets, eps, tile=None, num_warps=None):
     if not rows:
         return
     block = triton.next_power_of_2(columns)
-    tile = tile or max(1, 4096 // block)  # 32 elements a thread
+    tile = tile or max(1, 1024 // block)
     kernel[(triton.cdiv(rows, tile),)](
         *tensors, offsets[-1:], rows, eps, COLUMNS=columns, ROWS=tile, BLOCK=block,
-        num_warps=num_warps or (4 if block <= 4096 else 8),
+        num_warps=num_warps or max(1, block // 1024),
     )  # fmt: skip
 
 

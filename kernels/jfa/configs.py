@@ -3,9 +3,10 @@
 A sequence's result must not depend on its batch-mates, so nothing here looks at lengths. `CONFIGS` holds the choice,
 `candidates` what a sweep should try; a sweep forces a choice with `forced(phase=Config(...))`.
 
-Phases: fwd_tma (v2 and v3 by descriptors), fwd_window (v2 so, with a window), fwd (v2 and v3 by loads); dq, dkdv (split
-scheme) and atomic (its kernel is dkdv's with dQ by atomics, but it has other needs: a wider key tile sends fewer
-atomics), by loads or, with _tma behind the name, by descriptors; fused (recompute), owner (owner and serial).
+Phases: fwd_tma (v2 and v3 by descriptors), fwd_window (v2 so, with a window), fwd_few (v2 and v3 so, queries shared by
+all sequences that fit 64 rows), fwd (v2 and v3 by loads); dq, dkdv (split scheme) and atomic (its kernel is dkdv's with
+dQ added by it, but it has other needs: a wider key tile adds less often), by loads or, with _tma behind the name, by
+descriptors; fused (recompute), owner (owner and serial).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import triton
 from ..registry import Case
 
 PHASES = (
-    "fwd", "fwd_tma", "fwd_window", "dq", "dkdv", "atomic", "dq_tma", "dkdv_tma", "atomic_tma", "fused", "owner",
+    "fwd", "fwd_tma", "fwd_window", "fwd_few", "dq", "dkdv", "atomic", "dq_tma", "dkdv_tma", "atomic_tma", "fused",
+    "owner",
 )  # fmt: skip
-FORWARD = PHASES[:3]
+FORWARD = PHASES[:4]
+FEW = 64  # rows of the query tile of fwd_few
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (64, "fwd"): Config(128, 64, 4, 3),
     (64, "fwd_tma"): Config(128, 64, 4, 3),
     (64, "fwd_window"): Config(128, 64, 4, 3),
+    (64, "fwd_few"): Config(64, 64, 4, 3),
     (64, "dq"): Config(128, 64, 8, 2),
     (64, "dkdv"): Config(64, 128, 8, 2),
     (64, "atomic"): Config(64, 128, 8, 2),
@@ -58,19 +62,21 @@ CONFIGS: dict[tuple[int, str], Config] = {
     (64, "fused"): Config(64, 64, 4, 2),
     (64, "owner"): Config(64, 128, 8, 2),
     (128, "fwd"): Config(128, 64, 4, 2),
-    (128, "fwd_tma"): Config(64, 64, 4, 3),
+    (128, "fwd_tma"): Config(128, 64, 4, 2),
     (128, "fwd_window"): Config(64, 64, 4, 3),
+    (128, "fwd_few"): Config(64, 64, 4, 3),
     (128, "dq"): Config(64, 64, 4, 2),
     (128, "dkdv"): Config(64, 64, 4, 2),
     (128, "atomic"): Config(64, 128, 8, 2),
     (128, "dq_tma"): Config(64, 64, 4, 2),
     (128, "dkdv_tma"): Config(64, 64, 4, 2),
-    (128, "atomic_tma"): Config(64, 128, 8, 2),
+    (128, "atomic_tma"): Config(64, 128, 8, 3),
     (128, "fused"): Config(64, 64, 8, 2),
     (128, "owner"): Config(32, 128, 8, 2),
     (256, "fwd"): Config(128, 64, 8, 2),
     (256, "fwd_tma"): Config(128, 64, 8, 2),
     (256, "fwd_window"): Config(128, 64, 8, 2),
+    (256, "fwd_few"): Config(64, 64, 8, 2),
     (256, "dq"): Config(128, 32, 8, 2),
     (256, "dkdv"): Config(32, 64, 8, 2),
     (256, "atomic"): Config(32, 64, 8, 2),
@@ -119,13 +125,16 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
         shapes = [
             (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3),
             (128, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (128, 32, 4, 3), (256, 64, 8, 2),
+            (64, 64, 4, 4), (64, 32, 4, 3), (64, 32, 4, 4), (128, 32, 4, 4), (128, 64, 4, 1),
         ]  # fmt: skip
     elif phase in ("dq", "dq_tma"):
         shapes = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1),
-                  (128, 32, 4, 2), (128, 64, 4, 2)]  # fmt: skip
+                  (128, 32, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 1), (64, 128, 4, 1),
+                  (128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 1)]  # fmt: skip
     elif phase in ("dkdv", "atomic", "dkdv_tma", "atomic_tma"):
         shapes = [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 4, 2),
-                  (128, 128, 8, 1), (128, 64, 8, 2), (32, 128, 4, 2)]  # fmt: skip
+                  (128, 128, 8, 1), (128, 64, 8, 2), (32, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 3), (32, 64, 4, 3),
+                  (64, 128, 8, 1), (32, 128, 8, 3)]  # fmt: skip
     elif phase == "owner":
         shapes = [(64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 64, 8, 2), (32, 128, 8, 2),
                   (128, 64, 8, 1)]  # fmt: skip

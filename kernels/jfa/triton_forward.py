@@ -232,7 +232,7 @@ def forward(
     shared = q_offsets is None
     if tma is None:
         tma = describable(k) and describable(v)
-    config = configs.select(forward_phase(tma, window), head_dim, q.dtype)
+    config = configs.select(forward_phase(tma, window, q if shared else None), head_dim, q.dtype)
     row_offsets, rows = query_rows(q, q_offsets, kv_offsets)
     batch = kv_offsets.numel() - 1
     o = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -255,8 +255,11 @@ def forward(
     return (o.view(batch, q.shape[0], heads, head_dim) if shared else o), lse
 
 
-def forward_phase(tma: bool, window: int | None) -> str:
-    """Name in `configs` of a forward pass."""
+def forward_phase(tma: bool, window: int | None, shared_q: torch.Tensor | None) -> str:
+    """Name in `configs` of a forward pass. shared_q: queries [Lq, H, D] of all sequences, whose number is no length of
+    the batch."""
+    if not tma:
+        return "fwd"
     if window is not None:
-        return "fwd_window" if tma else "fwd"
-    return "fwd_tma" if tma else "fwd"
+        return "fwd_window"
+    return "fwd_few" if shared_q is not None and shared_q.shape[0] <= configs.FEW else "fwd_tma"

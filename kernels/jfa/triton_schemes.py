@@ -2,7 +2,7 @@
 
 The source tried four and kept a split one; each is here, with one more (owner):
 
-- atomic:    parallel over key tiles; dQ by float32 atomics. Not reproducible bit for bit.
+- atomic:    parallel over key tiles; dQ by float32 atomics, or added by the copy engine. Not reproducible bit for bit.
 - serial:    one program a (sequence, head); dQ by load, add, store into a zeroed float32 buffer, cast afterwards.
 - recompute: one launch, parallel over query tiles and key tiles; scores computed in both.
 - split:     two kernels, dQ (which also makes delta) and dK, dV; scores computed in both.
@@ -164,18 +164,18 @@ class _Call:
 
 def backward(
     do, q, k, v, o, lse, q_offsets, kv_offsets, *, scale, window, bias, max_q_len=None, max_kv_len=None, schedule=None,
-    scheme="split", tma=None, add="atomics",
+    scheme="split", tma=None, add=None,
 ):  # fmt: skip
     """(dq, dk, dv, gradient of bias.table or None) by the named scheme; other arguments as in `api.py`.
 
     tma (split and atomic): read what the loops pass over by descriptors, by loads (False), or as can be (None). add:
-    how atomic adds to dQ, "atomics" or the copy engine's "reduce" (with descriptors only).
+    how atomic adds to dQ, "atomics" or the copy engine's "reduce" (with descriptors only; the default there).
     """
     reason = unsupported(scheme, window=window is not None, bias=bias is not None)
     if reason is not None:
         raise ValueError(f"jagged_attention backward: {reason}")
     check_scale(scale)
-    if add not in ADDS:
+    if add not in (None, *ADDS):
         raise ValueError(f"jagged_attention backward: add {add!r}; allowed: {', '.join(ADDS)}")
     call = _Call(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, bias, tma)
     empty = call.heads == 0 or (call.rows == 0 and k.shape[0] == 0)
@@ -197,7 +197,7 @@ def backward(
         else:
             dq = call.scratch(zeroed=True)
             if scheme == "atomic":
-                call.key_side(ADDS[add] if call.tma else 1, dq)
+                call.key_side(ADDS[add or "reduce"] if call.tma else 1, dq)
             else:
                 call.owners(2, dq, torch.arange(call.batch + 1, device=q.device))
     if call.shared:

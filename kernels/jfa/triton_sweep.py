@@ -39,7 +39,7 @@ SHAPES = {
 }
 GEMMS = {"fwd": 2, "dq": 3, "dkdv": 4, "atomic": 5, "atomic_reduce": 5, "fused": 7, "owner": 5}
 # A phase here is one of `configs`, or a second kernel that shares the configurations of one: v3's forward pass, and dQ
-# added by the copy engine instead of atomics.
+# added by atomics where the copy engine could. fwd_few needs queries that the sequences share: shape pma32_1024.
 SHARED = {"fwd_v3": "fwd_tma", "atomic_reduce": "atomic_tma"}
 PHASES = (*configs.PHASES, *SHARED)
 WINDOW = 128

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..registry import Case, Implementation
 from ..triton_common import LOG2E, load_rows, precision_of, sequence_range, store_rows, tile_list
 from . import configs, triton_schemes
-from .triton_forward import check_scale, describable, descriptors, query_rows, tile_rows
+from .triton_forward import check_scale, describable, descriptors, forward_phase, query_rows, tile_rows
 
 MASKINGS = ("mask2d", "subtraction", "none")
 DEFAULT_SCHEME = "split"
@@ -127,7 +127,7 @@ def masked_forward(q, k, v, q_offsets, kv_offsets, *, scale, masking="subtractio
     shared = q_offsets is None
     if tma is None:
         tma = describable(k) and describable(v)
-    config = configs.select("fwd_tma" if tma else "fwd", head_dim, q.dtype)
+    config = configs.select(forward_phase(tma, None, q if shared else None), head_dim, q.dtype)
     row_offsets, rows = query_rows(q, q_offsets, kv_offsets)
     batch = kv_offsets.numel() - 1
     o = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
