@@ -448,7 +448,7 @@ def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> Non
         known(name, variants, f"config/{tier}.yaml: key train.variants")
     for name in config["quality"]["variants"]:
         known(name, variants, f"config/{tier}.yaml: key quality.variants")
-    for key in ("variants", "layer_variants"):
+    for key in ("variants", "detailed", "layer_variants"):
         for name in config.get("step", {}).get(key, ()):
             known(name, variants, f"config/{tier}.yaml: key step.{key}")
     for sheet in ("kernels", "experiments"):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gem import compile as compilation
 from gem import config as configuration
 from gem import fused_tables, hardware, metrics, record, report, train
 from gem.bench import batches, components, farm, model_work, parity, units
@@ -53,14 +54,15 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Options:
-    """What a run measures. parts: of PARTS, "step" always. preset, batch, repeat_ms None: the tier's."""
+    """What a run measures. parts: of PARTS, "step" always; None: all of them for the tier's `detailed` variants, the
+    step alone for others. preset, batch, repeat_ms None: the tier's."""
 
     tier: str
     run: str
     preset: str | None = None
     batch: int | None = None
     repeat_ms: float | None = None
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] | None = None
 
     def settings(self) -> dict:
         """The tier's section `step`, changed by what was asked for."""
@@ -86,6 +88,7 @@ class StepTask:
     def __init__(self, variant: str, options: Options):
         self.options, self.settings = options, options.settings()
         self.config = with_batch(configuration.load(variant, options.tier, options.preset), self.settings["batch"])
+        self.parts = options.parts or (PARTS if variant in self.settings["detailed"] else ("step",))
         self.failure: tuple[str, str] | None = None
         self.model: GEM | None = None
 
@@ -113,6 +116,7 @@ class StepTask:
 
     def measure(self) -> None:
         """Alone: check, time, record. A failure is a row."""
+        before = compilation.graphs()
         with self.open_run("step") as run:
             base = self.row()
             if self.failure is None:
@@ -126,13 +130,15 @@ class StepTask:
             if self.failure is not None:
                 run.add(**base, metric="time_ms", status=self.failure[0], note=self.failure[1])
         fits = self.failure is None
-        if "largest" in self.options.parts and (fits or self.failure[0] == "oom") and self.model is not None:
+        if compilation.graphs() > before:
+            print(f"{self.config.variant}: {compilation.graphs() - before} graphs were compiled again", flush=True)
+        if "largest" in self.parts and (fits or self.failure[0] == "oom") and self.model is not None:
             with self.open_run("step_largest") as run:
                 self.search_largest(run, fits)
 
     def open_run(self, experiment: str) -> record.Run:
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        config = self.config.to_dict() | {"step": self.settings, "parts": self.options.parts, "allocator": allocator}
+        config = self.config.to_dict() | {"step": self.settings, "parts": self.parts, "allocator": allocator}
         name = f"{experiment}-{self.config.variant}"
         return record.Run(
             self.options.run, experiment, name=name, case_row=self.config.row, config=config, sources=SOURCES
@@ -162,11 +168,11 @@ class StepTask:
             done = loop.timed(self.settings["warmup"], self.settings["repeat_ms"])
             memory = hardware.peak_memory_gib(self.device)
             mfu = self.add_step(run, base, done, memory, peak)
-            if "profile" in self.options.parts:
+            if "profile" in self.parts:
                 self.add_profile(run, loop.profiled(PROFILED_STEPS), done)
         finally:
             loop.close()
-        if "units" in self.options.parts:
+        if "units" in self.parts:
             self.add_units(run, done, mfu, peak)
 
     def add_step(self, run: record.Run, base: dict, done: Done, memory: float, peak: hardware.Peak) -> float:
@@ -350,13 +356,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preset", help=f"size of the model: {', '.join(configuration.PRESETS)} (default: the tier's)")
     parser.add_argument("--batch", type=int, help="the local batch that all variants share")
     parser.add_argument("--repeat-ms", type=float, help="timed steps of a variant, together")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of step, units, profile, largest (default: all)")
+    parser.add_argument(
+        "--parts", help="of step, units, profile, largest (default: all for the tier's detailed variants)"
+    )
     parser.add_argument("--processes", type=int, default=1, help="variants that compile at once (default 1)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which none begins")
     args = parser.parse_args(argv)
     try:
-        parts = tuple(args.parts.split(","))
-        if not set(parts) <= set(PARTS) or "step" not in parts:
+        parts = tuple(args.parts.split(",")) if args.parts else None
+        if parts and (not set(parts) <= set(PARTS) or "step" not in parts):
             raise ValueError(f"--parts {args.parts!r}; allowed: step, and any of {', '.join(PARTS[1:])}")
         for name, value in (("--batch", args.batch), ("--repeat-ms", args.repeat_ms), ("--limit-s", args.limit_s)):
             if value is not None and not value > 0:

@@ -308,6 +308,13 @@ def test_bad_arguments_are_one_line(words, message, capsys):
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
 
 
+def test_details_are_for_the_tiers_detailed_variants_unless_asked():
+    assert step.StepTask("full", OPTIONS).parts == step.PARTS
+    assert step.StepTask("baseline_varlen", OPTIONS).parts == ("step",)
+    asked = dataclasses.replace(OPTIONS, parts=("step", "profile"))
+    assert step.StepTask("baseline_varlen", asked).parts == ("step", "profile")
+
+
 def test_statuses_of_failures():
     assert step.status_of(torch.OutOfMemoryError("CUDA out of memory"))[0] == "oom"
     assert step.status_of(RuntimeError("backend: CUDA out of memory. Tried"))[0] == "oom"
