@@ -275,12 +275,40 @@ def pair(book: Book) -> None:
     book.runs["topology-all"]["config"] = {"settings": {"sms": 132}}
 
 
+FLOWS = {
+    "experts": (
+        ("fwd", "all_gather", "expert_parameters", "expert_shard"),
+        ("fwd", "all_gather", "activations", "expert"),
+        ("fwd", "reduce_scatter", "outputs", "expert"),
+        ("bwd", "all_gather", "expert_parameters", "expert_shard"),
+        ("bwd", "all_gather", "output_gradients", "expert"),
+        ("bwd", "reduce_scatter", "input_gradients", "expert"),
+        ("bwd", "reduce_scatter", "parameter_gradients", "expert_shard"),
+    ),
+    "tables_v3": (
+        ("fwd", "all_to_all", "ids", "model_parallel"),
+        ("fwd", "all_gather", "table_shards", "table_replica"),
+        ("bwd", "reduce_scatter", "parameters", "table_replica"),
+    ),
+}
+
+
+def flows(book: Book) -> None:
+    """Collectives of a step, in an order of rows that is not theirs: F24."""
+    for case, steps in FLOWS.items():
+        for place, (phase, kind, what, axis) in reversed(list(enumerate(steps, start=1))):
+            for metric, value in (("position", place), ("comm_bytes", 1024.0 * place)):
+                book.add("data_flow", case, what, kind, phase, metric, value, note=f"{axis} of 2 ranks; messages: 1",
+                         run="data_flow")  # fmt: skip
+
+
 def write(root: Path) -> tuple[Path, Path]:
     """Folders (records, measured) under root, with claims beside the records."""
     cpu = Book({"type": "cpu", "name": "Test CPU", "slug": "cpu", "count": 1})
     gpu = Book({"type": "cuda", "name": "NVIDIA H200", "slug": "h200", "count": 1})
     cpu_records(cpu)
     jobs(cpu)
+    flows(cpu)
     training(cpu, "train", 1.0)
     kernels(gpu)
     others(gpu)

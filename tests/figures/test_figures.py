@@ -379,6 +379,14 @@ def test_the_command_line_runs_as_a_module(folders, tmp_path):
     assert "rebalancing" in caption.stdout or "heaviest rank" in caption.stdout
 
 
+def test_collectives_are_drawn_in_their_order(drawn):
+    rows = table(drawn, "F24")
+    for case, steps in synthetic.FLOWS.items():
+        own = rows[rows.case == case]
+        assert list(zip(own.phase, own.impl, own.subject, strict=True)) == [step[:3] for step in steps]
+        assert list(own.comm_bytes) == [1024.0 * place for place in range(1, len(steps) + 1)]
+
+
 def test_a_cpu_alone_draws_what_it_measured_and_names_what_is_missing(folders, tmp_path, capsys):
     records, _ = folders
     codes = {}
