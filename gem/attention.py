@@ -54,21 +54,13 @@ def rotary_tables(
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn interleaved pairs: x [..., H, D], cos and sin float32 [..., D / 2]; computed in float32, dtype of x kept."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        # uncompiled, a complex product is one kernel where its real form is ten; a compiler knows the real form alone
+        turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * torch.complex(cos, sin).unsqueeze(-2)
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
-
-
-def pad_rows(values: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-    """[T, ...] -> [B, longest, ...], zeros where there is no event. Written as a gather so that it needs no host
-    sync."""
-    slots = torch.arange(longest, device=values.device)
-    index = offsets[:-1, None] + slots
-    mask = index < offsets[1:, None]
-    if values.shape[0] == 0:
-        return values.new_zeros(*index.shape, *values.shape[1:])
-    padded = values.index_select(0, torch.where(mask, index, 0).flatten()).view(*index.shape, *values.shape[1:])
-    return padded * mask.view(*mask.shape, *[1] * (values.dim() - 1)).to(padded.dtype)
 
 
 def event_mask(offsets: torch.Tensor, longest: int) -> torch.Tensor:

@@ -15,12 +15,12 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from gem.attention import Events, ages_to_tau, event_mask, pad_rows, rotary_tables, rows_of
+from gem.attention import Events, ages_to_tau, event_mask, rotary_tables, rows_of
 from gem.config import Config, EventSize, Layout
 from gem.counts import Counts, linear_flops
 from gem.dataset import CANDIDATE, Batch, Schema
 from gem.norms import LayerNorm
-from kernels.jagged import positions, remember, row_ids
+from kernels.jagged import pad, positions, remember, row_ids
 
 POOLING = {"mean": PoolingType.MEAN, "sum": PoolingType.SUM}
 
@@ -162,7 +162,7 @@ class EventEmbedding(nn.Module):
         inputs, age = torch.cat(parts, 1), ages_to_tau(ages, self.time_scale)
         mask = None
         if self.padded:
-            inputs, age, cos, sin = (pad_rows(x, offsets, longest) for x in (inputs, age, cos, sin))
+            inputs, age, cos, sin = (pad(x, offsets, longest) for x in (inputs, age, cos, sin))
             mask = event_mask(offsets, longest)
         values = self.project(inputs)
         values = values + (0.1 * age[..., None] * self.age).to(values.dtype)

@@ -199,7 +199,8 @@ def offsets_to_lengths(offsets: torch.Tensor) -> torch.Tensor:
 def row_ids(offsets: torch.Tensor, total: int) -> torch.Tensor:
     """Sequence of each row, int64 [total]; B for rows past the end. No device synchronisation."""
     rows = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
-    return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    # not searchsorted(offsets[1:]): Inductor (torch 2.11, Triton) reads such a slice from its tensor's start
+    return torch.searchsorted(offsets.contiguous(), rows, right=True) - 1
 
 
 def positions(offsets: torch.Tensor, total: int) -> torch.Tensor:
