@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..mxfp8 import hopper
-from ..mxfp8.triton_kernels import magnitude_bits, scale_code, scale_value, scaled_down, to_bytes
+from ..mxfp8.triton_kernels import inverse_scale, scale_code, scale_value, to_bytes, top_bits
 from ..mxfp8.triton_quantize import COMPILED, FORMATS
 from ..mxfp8.triton_quantize import runs_on as quantizer_runs_on
 
@@ -53,8 +53,8 @@ def norm_quantize_kernel(
     inverse = 1.0 / tl.sqrt(tl.sum(values * values, 1) / columns + eps)
     values = (values * inverse[:, None]).to(x.dtype.element_ty).to(tl.float32)
     blocks = tl.reshape(values, [TILE_R, WIDTH // 128, 128])
-    code = scale_code(tl.max(magnitude_bits(blocks), 2), FORMAT, MODE)
-    byte = to_bytes(tl.reshape(scaled_down(blocks, code[:, :, None]), [TILE_R, WIDTH]), FORMAT, NATIVE)
+    code = scale_code(top_bits(blocks, 2), FORMAT, MODE)
+    byte = to_bytes(tl.reshape(blocks * inverse_scale(code)[:, :, None], [TILE_R, WIDTH]), FORMAT, NATIVE)
     stored = (row < stored_rows)[:, None]
     tl.store(data + row[:, None] * d_row + column[None, :], byte, mask=stored & within)
     block = tl.arange(0, WIDTH // 128)

@@ -101,9 +101,9 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, codes: Tensor, dtype: torch.dtype, uniform: Tensor | None = None) -> Tensor:
-    """Elements (`dtype`) of float32 x under scale codes broadcast to x; `uniform` (in [0, 1), x's shape): round
-    stochastically."""
-    scaled = times_power_of_two(x, SCALE_BIAS - codes.to(torch.int32))
+    """Elements (`dtype`) of float32 x under scale codes broadcast to x, NaN under code 255; `uniform` (in [0, 1), x's
+    shape): round stochastically."""
+    scaled = times_power_of_two(x, SCALE_BIAS - codes.to(torch.int32)).masked_fill(codes == SCALE_NAN, float("nan"))
     return saturating_cast(scaled, dtype) if uniform is None else stochastic_cast(scaled, dtype, uniform)
 
 

@@ -2,8 +2,8 @@
 
 Same bytes as formats.py and quantize.py in plain torch. On a GPU the cast to nearest is the hardware's, which rounds
 to even and saturates; Triton's interpreter converts some values differently, so there the byte is put together from
-bits (NATIVE = False). Block maxima are taken of the bits below the sign, as integers: NaN > Inf > any finite number,
-so that what is not finite reaches the scale, which a float maximum would lose.
+bits (NATIVE = False). Block maxima keep a NaN, which a plain maximum would lose, so that what is not finite reaches
+the scale. Six instructions an element are what a copy of the memory leaves room for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ import triton.language as tl
 def magnitude_bits(x):
     """Bits of |x| of float32 x as int32; their order is that of the magnitudes, NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def top_bits(x, axis: tl.constexpr):
+    """Bits of the largest magnitude along an axis: Inf above every number, NaN above Inf."""
+    return magnitude_bits(tl.reduce(tl.abs(x), axis, _larger))
 
 
 @triton.jit
@@ -47,11 +58,9 @@ def scale_value(code):
 
 
 @triton.jit
-def scaled_down(x, code):
-    """x * 2^(127 - code): two factors, because one 2^exponent leaves the normal floats at the ends."""
-    exponent = 127 - code
-    half = exponent >> 1
-    return x * power_of_two(half) * power_of_two(exponent - half)
+def inverse_scale(code):
+    """2^(127 - code), what a block is multiplied by; NaN for code 255, so that all of such a block is NaN."""
+    return tl.where(code == 255, float("nan"), scale_value(254 - code))
 
 
 @triton.jit
@@ -83,14 +92,15 @@ def round_stochastic(x, numbers, FORMAT: tl.constexpr):
 
 @triton.jit
 def to_bytes(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 x rounded to nearest even and saturated, as the byte of the format; Inf is NaN in E4M3."""
-    bits = magnitude_bits(x)
+    """float32 x, finite or NaN, rounded to nearest even and saturated, as the byte of the format."""
     if NATIVE:
         if FORMAT == "e4m3":
             byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             byte = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        return byte
     else:
+        bits = magnitude_bits(x)
         MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
         LEAST: tl.constexpr = 121 if FORMAT == "e4m3" else 113  # biased exponent of the smallest normal element
         STEPS: tl.constexpr = 512.0 if FORMAT == "e4m3" else 65536.0  # 1 / smallest element
@@ -103,11 +113,7 @@ def to_bytes(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
         normal = (magnitude_bits(rounded) >> (23 - MANTISSA)) - ((LEAST - 1) << MANTISSA)
         small = (rounded * STEPS).to(tl.int32)
         value = tl.where(magnitude_bits(rounded) < (LEAST << 23), small, normal)
-        byte = (value | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
-    if FORMAT == "e4m3":
-        return tl.where(bits >= 0x7F800000, 0x7F, byte).to(tl.uint8)
-    else:
-        byte = tl.where(bits == 0x7F800000, tl.where(x < 0, 0xFC, 0x7C), byte)
+        byte = value | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
         return tl.where(bits > 0x7F800000, 0x7F, byte).to(tl.uint8)
 
 
@@ -225,9 +231,9 @@ def quantize_kernel(
         across = tl.reshape(tl.trans(values), [TILE_R * TILE_C // 32, 32])
         values = tl.trans(tl.reshape(rotate(across, signs, TILE_R * TILE_C // 32), [TILE_C, TILE_R]))
     blocks = tl.reshape(values, [TILE_R // GROUP_R, GROUP_R, TILE_C // GROUP_C, GROUP_C])
-    top = tl.max(tl.max(magnitude_bits(blocks), 3), 1)
+    top = top_bits(tl.reduce(tl.abs(blocks), 3, _larger), 1)
     code = scale_code(top, FORMAT, MODE)
-    small = tl.reshape(scaled_down(blocks, code[:, None, :, None]), [TILE_R, TILE_C])
+    small = tl.reshape(blocks * inverse_scale(code)[:, None, :, None], [TILE_R, TILE_C])
     if STOCHASTIC:
         flat = row if not JAGGED else place.to(tl.int64) * TILE_R + inside
         index = (flat[:, None] * middles + middle) * padded_columns + column[None, :]
