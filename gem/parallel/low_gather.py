@@ -28,6 +28,7 @@ from kernels.mxfp8 import Recipe
 SCHEMES = ("float8", "mx")
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
+SCALE_BYTES = 4
 MIN_FEATURES = 32  # a block of MX; below it scales cost as much as they save
 RECIPE = Recipe("low_gather")
 aten = torch.ops.aten
@@ -93,23 +94,24 @@ class LowGather(torch.Tensor):
         return tree_map_only(Tensor, lambda item: LowGather(item, next(iter(schemes))), out)
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends."""
+        """What this rank sends: one tensor of bytes (a shard group of one rank reads only the first)."""
         if self.scheme == "mx":
             return (quantize_shard(self.plain.float(), RECIPE),), None
         amax = self.plain.abs().amax().float().clamp(min=torch.finfo(torch.float32).tiny)
         scale = (amax / LARGEST).reshape(1)
         data = (self.plain.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8)
-        return (data.view(torch.uint8), scale), None
+        return (torch.cat((data.flatten().view(torch.uint8), scale.view(torch.uint8))),), None
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out: Tensor | None = None):
         """The whole weight in `param_dtype`, from what all ranks sent."""
+        rows, features = self.shape
         if self.scheme == "mx":
-            whole = join_shards(all_gather_outputs[0], self.shape[1], RECIPE).dequantize().to(param_dtype)
+            whole = join_shards(all_gather_outputs[0], features, RECIPE).dequantize().to(param_dtype)
         else:
-            data, scale = all_gather_outputs
-            ranks = scale.numel()
-            parts = data.view(FLOAT8).view(ranks, -1, data.shape[1]).float() * scale.view(ranks, 1, 1)
-            whole = parts.to(param_dtype).view(data.shape)
+            shards = all_gather_outputs[0].view(-1, rows * features + SCALE_BYTES)
+            scale = shards[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+            data = shards[:, :-SCALE_BYTES].view(FLOAT8)
+            whole = (data.float() * scale).to(param_dtype).view(-1, features)
         if out is not None:  # the same values again for the backward pass: autograd must not take it for a change
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(whole)
