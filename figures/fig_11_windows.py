@@ -12,11 +12,14 @@ CAPTION = (
     "Time of self-attention over sequence length at a fixed number of tokens in the batch: full attention, a "
     "sliding window whose off-window tiles are skipped, and aligned 64-token blocks; the fastest implementation "
     "of each that was measured (in plain torch, on a CPU, a window skips nothing). Each device has its own axis. "
+    "Row of the self-attention layer, where a GPU measured it: time of forward and backward and MFU of the whole layer "
+    "(norm, projections, rotary, attention, residual) by kind and implementation, all layers of the model. "
     "Last row: the source's B200 with block attention (right bars) against a kernel that masks blocks, and with "
     "the rotary's backward fused against separate (left bars), and ours on the same shape where a GPU was "
     "measured. Whiskers: 20 and 80 % quantiles."
 )
 PHASES = {"fwd": "forward", "bwd": "backward"}
+LAYERS = ("full", "window", "block")
 COLUMNS = ["panel", "device", "case", "mode", "impl", "phase", "length", "value", "low", "high", "unit"]
 
 
@@ -66,10 +69,36 @@ def pairs(device, part, phase, baseline, block) -> list[dict]:
             common | {"mode": "block", "impl": best.impl, "value": best.p50}]  # fmt: skip
 
 
+def whole_layer(source) -> pd.DataFrame:
+    """Self-attention layers of the first GPU that timed them alone: ms of forward and backward, and MFU."""
+    rows = select(source.frame("layers"), phase="step", metric=("time_ms", "mfu"))
+    rows = rows[rows.subject.isin([f"self_attention_{name}" for name in LAYERS]) & (rows.device != "cpu")]
+    rows = rows[rows.device == next(iter(best_device_first(rows.device)), "")]
+    mode = rows.subject.str.removeprefix("self_attention_")
+    rows = rows.assign(panel="layer", mode=mode, value=rows.p50, low=rows.p20, high=rows.p80)
+    return rows.assign(place=mode.map(LAYERS.index)).sort_values(["place", "impl"], kind="stable")
+
+
+def layer_bars(line, rows: pd.DataFrame, device: str) -> None:
+    names = list(dict.fromkeys(zip(rows["mode"], rows.impl, strict=True)))
+    for axis, metric, title in zip(line, ("time_ms", "mfu"), ("self-attention layer", "its MFU"), strict=True):
+        for item in rows[rows.metric == metric].itertuples():
+            mode = item.mode
+            factor = 100 if metric == "mfu" else 1
+            style.bar(axis, names.index((mode, item.impl)), item.value * factor, "attention", mode, horizontal=True)
+        labels = [f"{mode}, {impl.replace('_', ' ')}" for mode, impl in names]
+        axis.set_yticks(range(len(names)), labels if metric == "time_ms" else [])
+        axis.invert_yaxis()
+        axis.grid(axis="y", visible=False)
+        axis.set(xlabel="ms, forward and backward" if metric == "time_ms" else "MFU, %", title=f"{device}: {title}")
+
+
 def draw(source):
-    rows, block = over_length(source), against_mask(source)
+    rows, block, layer = over_length(source), against_mask(source), whole_layer(source)
     devices = best_device_first(rows.device)
-    figure, axes = style.panels(len(devices) + 1, 2, height=2.2)
+    figure, axes = style.panels(len(devices) + 1 + (len(layer) > 0), 2, height=2.2)
+    if len(layer):
+        layer_bars(axes[len(devices)], layer, source.device_label(layer.device.iloc[0]))
     for line, device in zip(axes, devices, strict=False):
         for axis, phase in zip(line, PHASES, strict=True):
             part = rows[(rows.device == device) & (rows.phase == phase)]
@@ -94,7 +123,7 @@ def draw(source):
     if len(shown) < 2:
         axes[-1, 1].remove()
     style.legend(figure, [axis for line in axes[:-1] for axis in line])
-    table = pd.concat([rows, block], ignore_index=True).reindex(columns=COLUMNS)
+    table = pd.concat([rows, layer, block], ignore_index=True).reindex(columns=COLUMNS)
     return figure, need(table, "windows")
 
 

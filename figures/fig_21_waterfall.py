@@ -48,7 +48,7 @@ def draw(source):
     tables = [block.assign(panel="throughput") for block in blocks]
     if below:
         tables += [attribution(axes[-1][0], saved), prediction(axes[-1][1], checked)]
-    style.legend(figure, axes.flat)
+    style.legend(figure, axes.flat, columns=3)
     columns = ["panel", "device", "case", "subject", "group", "metric", "p50", "p20", "p80", "n"]
     return figure, pd.concat(tables, ignore_index=True).reindex(columns=columns)
 
@@ -60,7 +60,9 @@ def waterfall(source, device: str) -> pd.DataFrame:
     order = steps.WATERFALL | steps.SAME_MATH
     rows = rows[rows.subject.isin(order)]
     place = {name: index for index, name in enumerate(order)}
-    return rows.assign(label=rows.subject.map(order), place=rows.subject.map(place)).sort_values(
+    # a row of the sheet serves two ends: what is added alone, or left out of full, is also a rung
+    group = ["waterfall" if name not in ("baseline", "full") else name for name in rows.group]
+    return rows.assign(group=group, label=rows.subject.map(order), place=rows.subject.map(place)).sort_values(
         ["place", "metric"], kind="stable"
     )
 
