@@ -13,9 +13,13 @@ CAPTION = (
     "they use; beside them the bytes that a step of each of our presets would send on each rank at bf16, computed "
     "from module sizes: FSDP gathers parameters twice and scatters gradients once over a shard group of 128, DDP "
     "reduces a shard over 8 groups, 2-way expert parallelism sends activations of a local batch of 1,024 to its "
-    "peer and leaves half of the experts' parameters to gather. Modelled."
+    "peer and leaves half of the experts' parameters to gather. Outputs of experts return as disjoint tokens; a "
+    "reduce-scatter of them among zeros, which our code offers as the source's form, sends each once more for every "
+    "other expert. Modelled, but for the last column, which stands where two GPUs of one host were measured."
 )
 SHARD, REPLICAS, EXPERTS, BYTES, LOCAL_BATCH = 128, 8, 2, 2, 1024
+GATHERS = {"gather_plain": "bf16", "gather_float8": "8 bits, a scale a shard", "gather_mx": "8 bits, MX blocks"}
+EXPERT_FORMS = {"fsdp2": "on every rank", "reduce_scatter": "one a rank, reduce-scatter", "all_to_all": "all-to-all"}
 DIMENSIONS = {
     "expert parallelism": ("all-gather, reduce-scatter of activations", "inside a host, NVLink"),
     "FSDP, all parameters": ("all-gather, reduce-scatter of parameters and gradients", "between hosts, in a zone"),
@@ -49,7 +53,25 @@ def build(source):
             2 * (REPLICAS - 1) / REPLICAS * BYTES * row.dense / SHARD / 2**20,
         ]
         table[f"{preset}: MiB a step and rank"] = sent
+    found = measured(source.frame("dense"))
+    if found:
+        table["measured on two GPUs"] = [found.get(name, "") for name in table.dimension]
     return table
+
+
+def measured(rows: pd.DataFrame) -> dict[str, str]:
+    """Dimension -> what two GPUs took for it (gem.bench.dense), in words; empty without records."""
+    times = select(rows, metric="time_ms")
+    found = {}
+    gathers = times[times.subject.str.startswith("gather_")].set_index("subject").p50
+    if len(gathers):
+        words = (f"{GATHERS[name]} {value:.2f} ms" for name, value in gathers.items() if name in GATHERS)
+        found["FSDP, all parameters"] = "one gather of all units: " + ", ".join(words)
+    layers = times[(times.case == f"batch{LOCAL_BATCH}") & times.subject.str.startswith("experts_")]
+    if len(layers):
+        words = (f"{EXPERT_FORMS.get(row.impl, row.impl)} {row.p50:.2f} ms" for row in layers.itertuples())
+        found["expert parallelism"] = "experts of a layer, forward and backward: " + ", ".join(words)
+    return found
 
 
 def activations(sizes: dict | None) -> float | None:

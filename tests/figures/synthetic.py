@@ -272,6 +272,16 @@ def pair(book: Book) -> None:
             impl = "copy_engine" if "copy" in name else "nccl"
             book.add("topology", f"bytes{size}", name, impl, "step", "comm_bytes", size / 2, **base)
             book.add("topology", f"bytes{size}", name, impl, "step", "time_ms", size / 2 / 2e8, **base)
+    for index, name in enumerate(("plain", "float8", "mx"), start=1):
+        book.add("dense", "base", f"gather_{name}", "fsdp2", "step", "time_ms", 3.0 / index, run="dense-gathers")
+    forms = (
+        ("experts_replicated", "fsdp2"),
+        ("experts_parallel", "reduce_scatter"),
+        ("experts_parallel", "all_to_all"),
+    )
+    for batch in (64, 1024):
+        for index, (name, impl) in enumerate(forms, start=1):
+            book.add("dense", f"batch{batch}", name, impl, "step", "time_ms", batch / 64 * index, run="dense-experts")
     book.runs["topology-all"]["config"] = {"settings": {"sms": 132}}
 
 

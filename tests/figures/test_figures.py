@@ -241,6 +241,9 @@ def test_other_tables(drawn):
     assert dense["FSDP with 2-way expert parallelism"] == pytest.approx(0.9 * full)
     # 8 + 4 + 4 tokens in, 4 out, both ways, 2 layers, batch 1,024, width 32, bf16
     assert dense["expert parallelism"] == pytest.approx(2 * 2 * 1024 * (16 + 4) * 32 * 2 / 2**20)
+    measured = table(drawn, "T05").set_index("dimension")["measured on two GPUs"]
+    assert "bf16 3.00 ms, 8 bits, a scale a shard 1.50 ms" in measured["FSDP, all parameters"]
+    assert "on every rank 16.00 ms, one a rank, reduce-scatter 32.00 ms" in measured["expert parallelism"]
     machines = table(drawn, "T09").set_index(["device", "count"])
     assert set(machines.index) == {("Test CPU", 1), ("NVIDIA H200", 1), ("NVIDIA H200", 2)}
     assert "windows" in machines.loc[("NVIDIA H200", 1), "experiments"]
