@@ -141,7 +141,7 @@ def main(module: str, description: str, parts: Mapping[str, Callable[[Job], None
             if not 1 <= args.ranks <= torch.cuda.device_count():
                 there = torch.cuda.device_count()
                 raise ValueError(f"--ranks {args.ranks}; allowed: 1 to the GPUs of this host, {there}")
-            return launch.main(["--standalone", "--nproc-per-node", str(args.ranks), "-m", module, *argv])
+            return launch.main(["--standalone", "--nproc-per-node", str(args.ranks), "-m", "--", module, *argv])
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
