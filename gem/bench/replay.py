@@ -209,7 +209,10 @@ def _text_of_times(times: dict) -> Iterator[str]:
         yield f"measured times: {times['reason']}"
         return
     yield f"measured on {times['device']}, ms"
-    yield f"{'op':<24}{'impl':<16}{'phase':<6}{'p50':>11}{'p20':>11}{'p80':>11}{'TFLOP/s':>11}{'of bound':>11}"
+    yield (
+        f"{'op':<24}{'impl':<16}{'phase':<6}{'p50':>11}{'p20':>11}{'p80':>11}{'TFLOP/s':>11}{'bound':>11}"
+        f"{'of bound':>11}{'expected':>11}"
+    )
     for row in times["rows"]:
         line = f"{row['op']:<24}{row['impl']:<16}{row['phase']:<6}"
         if row["time_ms"] is None:
@@ -217,7 +220,9 @@ def _text_of_times(times: dict) -> Iterator[str]:
             continue
         cells = [f"{row[name]:.4g}" for name in ("time_ms", "p20_ms", "p80_ms")]
         cells.append("" if row["tflops"] is None else f"{row['tflops']:.0f}")
+        cells.append("" if row.get("bound_ms") is None else f"{row['bound_ms']:.4g}")
         cells.append("" if row["share_of_bound"] is None else f"{row['share_of_bound']:.0%}")
+        cells.append("" if row.get("expected_ms") is None else f"{row['expected_ms']:.4g}")
         yield line + "".join(f"{cell:>11}" for cell in cells)
 
 
@@ -233,6 +238,17 @@ def measured_times(lengths: numbers.Lengths, options: argparse.Namespace, folder
     ceilings = numbers.ceilings_of(folder) if same else bounds.NOMINAL
     _, q, kv = lengths.typical()
     return {"device": name, "reason": None, "rows": numbers.measure(q, kv, options, device, ceilings)}
+
+
+def beside_the_model(times: dict, ops: dict) -> dict:
+    """Measured times with what was said before measuring: bound_ms of op and phase, and expected_ms of the
+    implementation that was fastest in the records of the nearest workload (None for the others)."""
+    for row in times["rows"] or []:
+        said = ops.get(row["op"], {}).get("phases", {}).get(row["phase"])
+        best = said["best"] if said else None
+        row["bound_ms"] = said["bound_ms"] if said else None
+        row["expected_ms"] = best["expected_ms"] if best and best["impl"] == row["impl"] else None
+    return times
 
 
 def this_chip() -> str:
@@ -275,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     lengths = load(options)
     found = report(lengths, options, folder)
     try:
-        found["times"] = measured_times(lengths, options, folder)
+        found["times"] = beside_the_model(measured_times(lengths, options, folder), found["ops"])
     except DeviceLostError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -316,6 +316,19 @@ def test_times_are_shown(capsys):
     assert f"{rows[0]['time_ms']:.4g}" in lines[2] and "unsupported: " in lines[-1]
 
 
+def test_measured_times_stand_beside_what_was_expected():
+    rows = measured(["eager", "tlx"])
+    best = {"impl": "eager", "expected_ms": 0.25}
+    ops = {"gdpa": {"phases": {"fwd": {"bound_ms": 0.125, "best": best}, "bwd": {"bound_ms": 0.5, "best": None}}}}
+    times = replay.beside_the_model({"device": "a CPU, here", "reason": None, "rows": rows}, ops)
+    found = {(row["impl"], row["phase"]): (row["bound_ms"], row["expected_ms"]) for row in times["rows"]}
+    assert found[("eager", "fwd")] == (0.125, 0.25) and found[("eager", "bwd")] == (0.5, None)
+    assert found[("tlx", "fwd")] == (0.125, None)
+    line = list(replay._text_of_times(times))[2].split()
+    assert line[-1] == "0.25" and "0.125" in line
+    assert replay.beside_the_model({"device": None, "reason": "why", "rows": None}, ops)["rows"] is None
+
+
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
