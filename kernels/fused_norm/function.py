@@ -116,43 +116,60 @@ def _pffn_keywords(activation, scale, eps, max_q_len, max_kv_len, gdpa_impl) -> 
     }
 
 
-@torch.library.custom_op("gem_kernels::pffn", mutates_args=(), schema=f"({_PFFN.format(saved='')}) -> (Tensor, Tensor)")
+# Implementations that keep q = layer(s) and 1 / sigma for the backward pass, and s not; for the others they are empty.
+KEEP_QUERIES = ("triton",)
+
+
+@torch.library.custom_op(
+    "gem_kernels::pffn",
+    mutates_args=(),
+    schema=f"({_PFFN.format(saved='')}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def pffn_op(s, k, v, q_offsets, kv_offsets, *settings):
     *settings, impl = settings
-    out, o = _implementation("pffn", impl).forward(s, k, v, q_offsets, kv_offsets, **_pffn_keywords(*settings))
-    return out.contiguous(), o.contiguous()
+    found = _implementation("pffn", impl).forward(s, k, v, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    if impl not in KEEP_QUERIES:
+        found = *found, s.new_empty(0), s.new_empty(0, dtype=torch.float32)
+    out, o, q, inverse = (x.contiguous() for x in found)
+    return out, o, q, inverse
 
 
 @pffn_op.register_fake
-def _(s, *_):
-    return s.new_empty(s.shape), s.new_empty(s.shape)
+def _(s, *settings):
+    keeps = settings[-1] in KEEP_QUERIES
+    q = s.new_empty(s.shape if keeps else (0,))
+    return s.new_empty(s.shape), s.new_empty(s.shape), q, s.new_empty(s.shape[0] if keeps else 0, dtype=torch.float32)
 
 
 @torch.library.custom_op(
     "gem_kernels::pffn_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, {_PFFN.format(saved='Tensor o, ')}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, {_PFFN.format(saved='Tensor o, Tensor inverse, ')}) -> (Tensor, Tensor, Tensor)",
 )
-def pffn_backward_op(dout, s, k, v, o, q_offsets, kv_offsets, *settings):
+def pffn_backward_op(dout, rows, k, v, o, inverse, q_offsets, kv_offsets, *settings):
     *settings, impl = settings
-    implementation = _implementation("pffn", impl)
-    gradients = implementation.backward(dout, s, k, v, o, q_offsets, kv_offsets, **_pffn_keywords(*settings))
+    implementation, keywords = _implementation("pffn", impl), _pffn_keywords(*settings)
+    if impl in KEEP_QUERIES:
+        keywords["inverse"] = inverse
+    gradients = implementation.backward(dout, rows, k, v, o, q_offsets, kv_offsets, **keywords)
     ds, dk, dv = (gradient.contiguous() for gradient in gradients)
     return ds, dk, dv
 
 
 @pffn_backward_op.register_fake
-def _(dout, s, k, v, *_):
-    return s.new_empty(s.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, rows, k, v, *_):
+    return rows.new_empty(rows.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _pffn_context(ctx, inputs, output):
     s, k, v, q_offsets, kv_offsets, *ctx.settings = inputs
-    ctx.save_for_backward(s, k, v, output[1], q_offsets, kv_offsets)
-    ctx.mark_non_differentiable(output[1])
+    _, o, q, inverse = output
+    rows = q if ctx.settings[-1] in KEEP_QUERIES else s
+    ctx.save_for_backward(rows, k, v, o, inverse, q_offsets, kv_offsets)
+    ctx.mark_non_differentiable(o, q, inverse)
 
 
-def _pffn_backward(ctx, dout, _):
+def _pffn_backward(ctx, dout, *_):
     return *pffn_backward_op(unit_last_stride(dout), *ctx.saved_tensors, *ctx.settings), *[None] * 9
 
 
@@ -171,9 +188,9 @@ def _forward_flops(s, k, v, q_offsets, kv_offsets, activation, scale, eps, max_q
 
 @register_flop_formula(torch.ops.gem_kernels.pffn_backward, get_raw=True)
 def _backward_flops(
-    dout, s, k, v, o, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, *_, **__
+    dout, rows, k, v, o, inverse, q_offsets, kv_offsets, activation, scale, eps, max_q_len, max_kv_len, *_, **__
 ) -> int:
-    return _count("bwd", s, q_offsets, kv_offsets, max_q_len, max_kv_len)
+    return _count("bwd", rows, q_offsets, kv_offsets, max_q_len, max_kv_len)
 
 
 @register_flop_formula(

@@ -21,6 +21,8 @@ below.
                      -> (out, o), both like s; o is GDPA's output, kept for the backward pass
                  backward(dout, s, k, v, o, q_offsets, kv_offsets, *, gdpa, eps, activation, scale, max_q_len,
                      max_kv_len) -> (ds, dk, dv)
+                 one named in function.KEEP_QUERIES: forward -> (out, o, q, inverse) with q = layer(s) and inverse [T],
+                     its 1 / sigma; backward takes q in place of s, and inverse= by name
                  gdpa: the Implementation of GDPA to run inside
 """
 

@@ -2,8 +2,9 @@
 
 Forward: q = layer(s); o = gdpa(q, k, v); s' = rms(o + q) + s. The second kernel reads o and s and forms q again from
 s, so that neither q nor o + q is read back from memory: 7 passes over [T, H D] in all. Backward: one kernel makes the
-gradient that enters GDPA and q, which GDPA's own backward needs; a last one adds what leaves GDPA and goes through the
-first norm: 15 passes.
+gradient that enters GDPA, a last one adds what leaves GDPA and goes through the first norm: 14 passes with the split
+GDPA. For it the forward pass keeps q, which GDPA's backward needs anyway, and 1 / sigma of the first norm, a number a
+row; s is not needed again.
 
 Rows are whole tokens, all H * D columns. Everything is stored in the inputs' dtype and computed in float32. Rows past
 the end are not read; zeros are written there.
@@ -60,11 +61,13 @@ def _rms(x, eps, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def enter_kernel(S, Q, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """q = layer(s)."""
+def enter_kernel(S, Q, INVERSE, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """q = layer(s), and 1 / sigma of its rows, float32 [rows]."""
     first, exist, real = _rows_of(end, rows, ROWS)
-    q, _ = _layer(_read(S, first, real, COLUMNS, ROWS, BLOCK), eps, COLUMNS, BLOCK)
+    q, inverse = _layer(_read(S, first, real, COLUMNS, ROWS, BLOCK), eps, COLUMNS, BLOCK)
     _write(Q, first, exist, q, COLUMNS, ROWS, BLOCK)
+    row = tl.arange(0, ROWS)
+    tl.store(INVERSE + first + row, tl.reshape(inverse, [ROWS]), mask=row < exist)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,29 +81,28 @@ def leave_kernel(O, S, Y, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit(do_not_specialize=["rows"])
-def leave_backward_kernel(
-    DY, O, S, DU, Q, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """du, the gradient of u = o + q in y = rms(u) + s, and q = layer(s) again."""
+def leave_backward_kernel(DY, O, Q, DU, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """du, the gradient of u = o + q in y = rms(u) + s."""
     first, exist, real = _rows_of(end, rows, ROWS)
-    q, _ = _layer(_read(S, first, real, COLUMNS, ROWS, BLOCK), eps, COLUMNS, BLOCK)
-    n, inverse = _rms(_read(O, first, real, COLUMNS, ROWS, BLOCK) + q, eps, COLUMNS)
+    u = _read(O, first, real, COLUMNS, ROWS, BLOCK) + _read(Q, first, real, COLUMNS, ROWS, BLOCK)
+    n, inverse = _rms(u, eps, COLUMNS)
     dy = _read(DY, first, real, COLUMNS, ROWS, BLOCK)
     along = (tl.sum(dy * n, 1) / COLUMNS)[:, None]
     _write(DU, first, exist, (dy - n * along) * inverse, COLUMNS, ROWS, BLOCK)
-    _write(Q, first, exist, q, COLUMNS, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def enter_backward_kernel(
-    DQ, DU, S, DY, DS, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    DQ, DU, Q, DY, DS, INVERSE, end, rows, eps, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """ds = (dq + du) through the first norm, + dy."""
     first, exist, real = _rows_of(end, rows, ROWS)
-    n, inverse = _layer(_read(S, first, real, COLUMNS, ROWS, BLOCK), eps, COLUMNS, BLOCK)
+    n = _read(Q, first, real, COLUMNS, ROWS, BLOCK)
     g = _read(DQ, first, real, COLUMNS, ROWS, BLOCK) + _read(DU, first, real, COLUMNS, ROWS, BLOCK)
     along = (tl.sum(g * n, 1) / COLUMNS)[:, None]
     mean = (tl.sum(g, 1) / COLUMNS)[:, None]
+    row = tl.arange(0, ROWS)
+    inverse = tl.load(INVERSE + first + row, mask=row < real, other=0.0)[:, None]
     ds = (g - mean - n * along) * inverse + _read(DY, first, real, COLUMNS, ROWS, BLOCK)
     _write(DS, first, exist, ds, COLUMNS, ROWS, BLOCK)
 
@@ -125,20 +127,21 @@ def _launch(kernel, *tensors, offsets, eps, tile=None, num_warps=None):
 
 
 def forward(s, k, v, q_offsets, kv_offsets, *, gdpa, eps, **settings):
-    """(s', o) with o = gdpa(layer(s), k, v), all in the inputs' dtype."""
+    """(s', o, q, inverse) with q = layer(s), o = gdpa(q, k, v), all in the inputs' dtype; inverse float32 [T]."""
     s, norm = s.contiguous(), {"offsets": q_offsets, "eps": eps}
     q, out = torch.empty_like(s), torch.empty_like(s)
-    _launch(enter_kernel, s, q, **norm)
+    inverse = torch.empty(s.shape[0], dtype=torch.float32, device=s.device)
+    _launch(enter_kernel, s, q, inverse, **norm)
     o = gdpa.forward(q, k, v, q_offsets, kv_offsets, **settings).contiguous()
     _launch(leave_kernel, o, s, out, **norm)
-    return out, o
+    return out, o, q, inverse
 
 
-def backward(dout, s, k, v, o, q_offsets, kv_offsets, *, gdpa, eps, **settings):
-    """(ds, dk, dv) in the inputs' dtype."""
-    dout, s, o, norm = dout.contiguous(), s.contiguous(), o.contiguous(), {"offsets": q_offsets, "eps": eps}
-    du, q, ds = torch.empty_like(s), torch.empty_like(s), torch.empty_like(s)
-    _launch(leave_backward_kernel, dout, o, s, du, q, **norm)
+def backward(dout, q, k, v, o, q_offsets, kv_offsets, *, inverse, gdpa, eps, **settings):
+    """(ds, dk, dv) in the inputs' dtype; o, q and inverse as `forward` returned them."""
+    dout, norm = dout.contiguous(), {"offsets": q_offsets, "eps": eps}
+    du, ds = torch.empty_like(q), torch.empty_like(q)
+    _launch(leave_backward_kernel, dout, o, q, du, **norm)
     dq, dk, dv = gdpa.backward(du, q, k, v, q_offsets, kv_offsets, **settings)
-    _launch(enter_backward_kernel, dq.contiguous(), du, s, dout, ds, **norm)
+    _launch(enter_backward_kernel, dq.contiguous(), du, q, dout, ds, inverse, **norm)
     return ds, dk, dv

@@ -103,10 +103,11 @@ def _dq_tile(
     lse2 = tl.load(lse + at, mask=i < q_len, other=float("inf")) * 1.4426950408889634
     if DELTA:
         o_tile = load_rows(o + q_start * so_t + head * so_h, first, row, columns, so_t, q_len, HEAD_DIM, BLOCK_D, True)
-        d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
-        tl.store(delta + at, d, mask=i < q_len)
-    else:
-        d = tl.load(delta + at, mask=i < q_len, other=0.0)
+        tl.store(delta + at, tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1), mask=i < q_len)
+        tl.debug_barrier()
+    # Read back in any case: a load may take the layout of the scores, where a row sum kept in registers made fbtriton
+    # bring every tile of scores into the layout of the sum, through shared memory.
+    d = tl.load(delta + at, mask=i < q_len, other=0.0)
     if not TMA:
         k += kv_start * sk_t + head * sk_h
         v += kv_start * sv_t + head * sv_h

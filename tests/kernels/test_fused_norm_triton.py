@@ -115,13 +115,15 @@ def test_feed_forward_compiles_for_hopper_in_three_kernels_each_way(heads):
     offsets = torch.empty(9, dtype=torch.int64, device="meta")
     settings = {"activation": "gelu_tanh", "scale": 0.05, "max_q_len": None, "max_kv_len": 128}
     with compiling() as found:
-        out, o = triton_pffn.forward(s, k, k, offsets, offsets, gdpa=TRITON_GDPA, eps=1e-5, **settings)
+        out, o, q, inverse = triton_pffn.forward(s, k, k, offsets, offsets, gdpa=TRITON_GDPA, eps=1e-5, **settings)
     # Which of GDPA's forward kernels runs is its own choice.
     names = [kernel.name.replace("_resident", "") for kernel in found]
     assert [name for name in names if "tile_list" not in name] == ["enter_kernel", "forward_kernel", "leave_kernel"]
     assert out.dtype == o.dtype == torch.bfloat16
     with compiling() as found:
-        gradients = triton_pffn.backward(out, s, k, k, o, offsets, offsets, gdpa=TRITON_GDPA, eps=1e-5, **settings)
+        gradients = triton_pffn.backward(
+            out, q, k, k, o, offsets, offsets, inverse=inverse, gdpa=TRITON_GDPA, eps=1e-5, **settings
+        )
     names = [kernel.name for kernel in found]
     assert [name for name in names if "tile_list" not in name] == [
         "leave_backward_kernel", "dq_kernel", "dkdv_kernel", "enter_backward_kernel",
