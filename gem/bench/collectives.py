@@ -9,6 +9,7 @@ comm_bytes: what a rank sends. Cases bytes<n>: n bytes of the whole buffer, in b
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,9 @@ GATHER_BYTES = 2**28  # a rank's shard in a gather beside GEMMs
 ROWS = (2048, 4096, 8192)  # of a layer's input: its GEMM takes about 1, 2 and 4 times as long as the gather beside it
 LAYERS = 8
 REPEATS = 20
+
+
+limited_group = functools.cache(collectives.limited_group)  # a communicator costs a second and memory
 
 
 def base(case: str, subject: str, impl: str = "nccl") -> dict:
@@ -188,7 +192,7 @@ def contention(job: Job) -> None:
     numel = GATHER_BYTES // 2
     shard = torch.full((numel,), 1.0, dtype=torch.bfloat16, device=job.rank.device)
     full = torch.empty(world * numel, dtype=torch.bfloat16, device=job.rank.device)
-    groups = {"nccl": dist.group.WORLD} | {f"nccl_ctas{n}": collectives.limited_group(n) for n in CTAS}
+    groups = {"nccl": dist.group.WORLD} | {f"nccl_ctas{n}": limited_group(n) for n in CTAS}
     for impl, group in groups.items():
         gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
         row = base(f"bytes{world * GATHER_BYTES}", "gather_limited", impl)
@@ -243,7 +247,7 @@ class LayeredStep:
             self.full = [torch.empty(GEMM, GEMM, device=device, dtype=torch.bfloat16) for _ in range(2)]
             self.group = dist.group.WORLD
             if how.startswith("nccl_ctas"):
-                self.group = collectives.limited_group(int(how.removeprefix("nccl_ctas")))
+                self.group = limited_group(int(how.removeprefix("nccl_ctas")))
             for place in range(2):
                 dist.all_gather_into_tensor(self.full[place].view(-1), self.shards[place], group=self.group)
 

@@ -7,7 +7,7 @@ experts of a layer over the ranks. One process a rank does both: first the step 
 layers one by one; then the step of all. The local batch is the same throughout. The loss of the first joined batch is
 compared with the sum of what single GPUs compute; where it differs, there is no time but status failed.
 
-Subject <variant>: time_ms, qps, mfu, hfu's inputs aside; weak_scaling = QPS of n over n times QPS of one;
+Subject <variant>: time_ms, qps, mfu; weak_scaling = QPS of n over n times QPS of one;
 scaling_ratio = MFU of the step over time-weighted MFU of the layers; exposed_ms = communication that no kernel of this
 GPU hides, from the profiler, largest of the ranks. Subject <variant>@one_gpu: the step of one GPU, of this very run.
 """
@@ -149,8 +149,8 @@ class Together:
         self.found.append(self.trainer.step(batch, parts, self.case.counts(parts), self.step))
         self.step += 1
 
-    def timed(self) -> tuple[Timing, list[Counts]]:
-        """STEPS steps in a row; the times of the slowest rank."""
+    def timed(self) -> tuple[Timing, float, list[Counts]]:
+        """STEPS steps in a row: the times of the slowest rank, their sum in s, and what this rank read."""
         for _ in range(WARMUP):
             self.one()
         dist.barrier()
@@ -164,7 +164,7 @@ class Together:
         torch.cuda.synchronize()
         times = torch.tensor([a.elapsed_time(b) for a, b in itertools.pairwise(marks)], device=self.case.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        return Timing.of(times.tolist(), WARMUP), self.seen
+        return Timing.of(times.tolist(), WARMUP), float(times.sum()) / 1e3, self.seen
 
     def profiled(self) -> tuple[float, float]:
         """(communication, exposed) in ms of a step on this rank."""
@@ -221,26 +221,26 @@ def measure(job: Job, name: str) -> None:
 
 def record(job: Job, run, row: dict, case: Case, one: Alone, together: Together) -> None:
     hardware.reset_peak_memory(case.device)
-    timing, seen = together.timed()
+    timing, seconds, seen = together.timed()
     memory = hardware.peak_memory_gib(case.device)
     batch, peak = case.settings["batch"], hardware.peak(case.device)
     note, n = f"local batch {batch}", timing.n
     run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=n, note=note)
-    rates = [
-        exposure.samples_per_s([batch] * case.world, value / 1e3) for value in (timing.p50, timing.p80, timing.p20)
-    ]
-    run.add(**row, metric="qps", p50=rates[0], p20=rates[1], p80=rates[2], n=n, note=f"all {case.world} GPUs, {note}")
+    samples = [batch] * case.world
+    rate = exposure.samples_per_s(samples * len(seen), seconds)
+    slow, fast = (exposure.samples_per_s(samples, value / 1e3) for value in (timing.p80, timing.p20))
+    run.add(**row, metric="qps", p50=rate, p20=slow, p80=fast, n=n, note=f"all {case.world} GPUs, {note}")
     flops = sum(job.gathered(float(model_work.of_steps(together.trainer.model, case.config, seen).model)))
-    mfu = metrics.mfu(flops / len(seen), timing.p50 / 1e3, peak.flops * case.world)
+    mfu = metrics.mfu(flops, seconds, peak.flops * case.world)
     run.add(**row, metric="mfu", p50=mfu, n=n, note=f"peak: {case.world} x {peak.name}; {note}")
     local = sum(job.gathered(one.local_mfu)) / case.world
     run.add(**row, metric="scaling_ratio", p50=mfu / local, note="MFU of the step over that of its layers on one GPU")
     qps = job.gathered(one.qps)
-    run.add(**row, metric="weak_scaling", p50=rates[0] / sum(qps), note="over the sum of what the GPUs do alone")
+    run.add(**row, metric="weak_scaling", p50=rate / sum(qps), note="over the sum of what the GPUs do alone")
     run.add(**row, metric="peak_mem_gib", p50=job.largest(memory), note=note)
     single_row = row | {"subject": f"{row['subject']}@one_gpu"}
-    slow = job.largest(one.timing.p50)
-    run.add(**single_row, metric="time_ms", p50=slow, n=one.timing.n, note=f"{note}; the slower of the GPUs")
+    longest = job.largest(one.timing.p50)
+    run.add(**single_row, metric="time_ms", p50=longest, n=one.timing.n, note=f"{note}; the slower of the GPUs")
     run.add(**single_row, metric="qps", p50=sum(qps) / case.world, n=one.timing.n, note=note)
     run.add(**single_row, metric="mfu", p50=sum(job.gathered(one.mfu)) / case.world, n=one.timing.n, note=note)
     run.add(**row | {"subject": f"layers@{row['subject']}"}, metric="mfu", p50=local, note="layers one by one, one GPU")

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from gem.dataset import checked_kjt
 from gem.parallel.mesh import Mesh
-from gem.parallel.sparse import SparseTables, shard_tables
+from gem.parallel.sparse import SparseTables, optimizer_states, shard_tables
 
 # Sums and means in turn: TorchRec groups features by kernel, so their columns come out in another order.
 BAGS = {"a": (13, PoolingType.SUM), "b": (40, PoolingType.MEAN), "c": (7, PoolingType.SUM), "d": (9, PoolingType.MEAN)}
@@ -148,6 +148,7 @@ def _summary(tables: SparseTables, losses: list, memory: list) -> dict:
         "tables": tables.gather(),
         "losses": losses,
         "memory": memory,
+        "states": [state.clone() for kernel in tables.kernels for state in optimizer_states(kernel)],
         "bytes": tables.bytes_by_rank(),
         "placed": placed,
     }

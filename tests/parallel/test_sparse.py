@@ -50,6 +50,14 @@ def test_row_wise_adagrad(ranks):
         assert any((seen["v2-adagrad"]["tables"][name] - wanted[name]).abs().max() > 1e-3 for name in wanted)
 
 
+def test_replicas_share_the_state_of_their_optimiser(ranks):
+    """Neighbours hold the same shard: rank 0 and rank 1, which have looked up other rows."""
+    for generation in ("v2", "v3"):
+        for first in range(0, len(ranks), 2):
+            one, other = (ranks[rank][f"{generation}-adagrad"]["states"] for rank in (first, first + 1))
+            assert one and all(torch.equal(a, b) and a.max() > 0 for a, b in zip(one, other, strict=True)), generation
+
+
 def test_all_ranks_see_the_same_tables(ranks):
     for generation in GENERATIONS:
         for name in ranks[0][f"{generation}-auto"]["tables"]:
