@@ -178,6 +178,27 @@ def test_stores_stay_between_guard_rows():
     assert len(buffers) >= 9
 
 
+@pytest.mark.parametrize("schedule", ["valid", "grid", "zigzag"])
+def test_nothing_synchronises(schedule):
+    """Forward and backward never wait for the device: offsets are read there only."""
+    x = make_inputs("gdpa", (100, 3), head_dim=64, dtype=BF16, device=DEVICE, spare_rows=2)
+    arguments = (x.q, x.k, x.v, x.q_offsets, x.q_offsets)
+    settings = {"activation": "gelu_tanh", "scale": 1.0, "max_q_len": 100}
+
+    def run():
+        for backward in ("split", "owner"):
+            options = Options(schedule=schedule, backward=backward)
+            triton_gdpa.forward_with(options, *arguments, **settings)
+            triton_gdpa.backward_with(options, x.do, *arguments, **settings)
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_opcheck():
     from kernels.gdpa.function import gdpa_op
 

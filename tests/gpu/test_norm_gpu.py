@@ -69,6 +69,21 @@ def test_stores_stay_between_guard_rows():
     assert len(buffers) == 4
 
 
+def test_feed_forward_of_a_sequence_alone():
+    """The same bits as among others, and none of the neighbours' NaN."""
+    x = make_inputs("gdpa", (70, 5, 130), (9, 0, 40), num_heads=4, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    alone = make_inputs("gdpa", (130,), (40,), num_heads=4, head_dim=64, dtype=torch.bfloat16, device=DEVICE)
+    alone.q, alone.k, alone.v, alone.do = x.q[75:], x.k[9:], x.v[9:], x.do[75:]
+    for t in (x.q, x.do):
+        t[:75] = float("nan")
+    for t in (x.k, x.v):
+        t[:9] = float("nan")
+    settings = {"impl": "triton", "gdpa_impl": "triton"}
+    starts = (75, 75, 9, 9)
+    for whole, own, start in zip(_feed_forward(x, **settings), _feed_forward(alone, **settings), starts, strict=True):
+        assert torch.equal(whole[start:], own)
+
+
 def test_a_row_does_not_depend_on_the_others():
     x = torch.randn(300, 4, 128, device=DEVICE, dtype=torch.bfloat16)
     spoiled = x.clone()
