@@ -4,13 +4,16 @@
 
 Each implementation of each case writes its own part as soon as it is done. A result that does not match the reference
 gets no time but status failed; what cannot run here gets status unsupported with the reason, out of memory gets oom.
-Filters measure less; a part that is measured again replaces the old one as a whole.
+Filters measure less; a part that is measured again replaces the old one as a whole. With --processes everything is
+compiled first, side by side (gem.bench.precompile); with --limit-s no row begins after that many seconds, the exit
+status is 3 and GEM_RESUME=1 goes on there.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
 from fnmatch import fnmatchcase
 
 import torch
@@ -26,6 +29,9 @@ from kernels.testing import error_budget, relative_error, snr_db
 SHARED_SOURCES = ("kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_backward.py")
 FOLDERS = cases.FOLDERS | dict.fromkeys(("layer_norm", "rms_norm", "norm_gdpa_norm"), "fused_norm")
 FOLDERS |= {"mx_linear": "mxfp8", "norm_quantize": "fused_norm"}
+
+
+OUT_OF_TIME = 3  # exit status
 
 
 class DeviceLostError(RuntimeError):
@@ -246,6 +252,19 @@ def chosen_impls(row: dict, filters: list[str]) -> list[str]:
     return [name for name in names if not filters or {name, name.partition(":")[0]} & set(filters)]
 
 
+def compile_beforehand(work: list[tuple[dict, list[str]]], run_name: str, device: str, processes: int) -> None:
+    """Fill the compilers' caches for what is not measured yet, in processes of their own."""
+    from gem.bench import precompile
+
+    todo = [
+        (row, impl)
+        for row, impls in work
+        for impl in impls
+        if not record.already_measured(run_name, run_id(row, impl), row)
+    ]
+    precompile.run(sorted(todo, key=lambda job: not precompile.at_full_shape(job[1])), device, processes)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m gem.bench.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml")
@@ -254,8 +273,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", default="*", help="globs over case ids, separated by commas (default: all)")
     parser.add_argument("--impls", default="", help="implementations, separated by commas (default: the row's)")
     parser.add_argument("--phases", default="fwd,bwd", help="fwd, bwd or both (default)")
+    parser.add_argument("--processes", type=int, default=1, help="on a GPU: compile that many rows at once beforehand")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no row begins")
     args = parser.parse_args(argv)
+    start = time.monotonic()
     try:
+        if args.processes < 1 or not args.limit_s > 0:
+            raise ValueError(f"--processes {args.processes}, --limit-s {args.limit_s}; allowed: at least 1, above 0")
         settings = workflow.load({"tier": args.tier})
         rows = settings.kernel_cases(args.experiment)
         rows = [row for row in rows if any(fnmatchcase(row["case"], glob) for glob in args.cases.split(","))]
@@ -269,8 +293,13 @@ def main(argv: list[str] | None = None) -> int:
         work = [(row, chosen_impls(row, filters)) for row in rows]
         bench = Bench(args.experiment, args.run or settings.name, settings.config, phases)
         total = sum(len(impls) for _, impls in work)
+        if args.processes > 1 and settings.uses_gpu:
+            compile_beforehand(work, args.run or settings.name, settings.config["device"], args.processes)
         with Progress(total=total, unit="cases", label=args.experiment) as progress:
             for row, impls in work:
+                if time.monotonic() - start >= args.limit_s:
+                    print(f"stopped after {args.limit_s:g} s, before {row['case']}", file=sys.stderr)
+                    return OUT_OF_TIME
                 bench.run_case(row, impls)
                 progress.advance(len(impls), case=row["case"])
     except (ValueError, OSError, DeviceLostError) as error:
