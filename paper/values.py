@@ -19,7 +19,7 @@ from pathlib import Path
 from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first
 from gem.cli import Parser
 from gem.readme import range_text, reason, with_unit
-from paper import summaries
+from paper import step_summaries, summaries
 
 VERDICTS = {  # verdict -> how a reader says it
     "reproduced": "reproduced",
@@ -40,7 +40,7 @@ def collect(run: str, results: Path, measured: Path, published: Path, root: Path
     if not source.runs and run != FROZEN:
         raise ValueError(f"{folder / 'records'}: no runs.json there and none under {measured}; nothing was measured")
     figures, tables, missing = outputs(folder, measured, root)
-    built = [item for make in summaries.ALL for item in make(source)]
+    built = [item for make in (*summaries.ALL, *step_summaries.ALL) for item in make(source)]
     return {
         "run": run,
         "frozen": run == FROZEN,
@@ -52,7 +52,7 @@ def collect(run: str, results: Path, measured: Path, published: Path, root: Path
         "tables": tables,
         "missing": missing,
         "built": built,
-        "facts": summaries.facts(source),
+        "facts": summaries.facts(source) | step_summaries.facts(source),
         "chips": chips(),
         "tiers": tiers(root),
         "published": published_tables(published),

@@ -1,0 +1,129 @@
+"""Small tables and facts of the report about timed training steps: variants, components, each at its largest batch."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from figures import steps
+from figures.load import Source, best_device_first, select
+from paper.summaries import fixed, number, table
+
+COMPONENTS = ("attention", "gdpa", "gemm", "norm", "elementwise", "embedding", "optimizer", "copies", "idle")
+
+
+def timed(source: Source) -> list[dict]:
+    """Every variant at the local batch that all share, in the order of the waterfall, others after it."""
+    device, values = steps.gpu_steps(source)
+    if not device:
+        return []
+    rows = []
+    layers = _of_layers(source, device)
+    for name in _ordered(values.index):
+        own = values.loc[name]
+        parts = layers.get((name, "parts_ms"))
+        rows.append(
+            [
+                name,
+                _cell(own, "time_ms", 1),
+                number(own["qps"]) if "qps" in own and own["qps"] == own["qps"] else "-",
+                _cell(own, "mfu", 1, 100),
+                _cell(own, "hfu", 1, 100),
+                "-" if (name, "mfu") not in layers else fixed(100 * layers[name, "mfu"], 1),
+                _cell(own, "scaling_ratio", 3),
+                "-" if parts is None else fixed(parts / own["time_ms"], 3),
+                _cell(own, "peak_mem_gib", 1),
+            ]
+        )
+    header = ["variant", "step, ms", "samples/s", "MFU, %", "HFU, %", "local MFU, %", "scaling ratio", "parts / step",
+              "peak GiB"]  # fmt: skip
+    note = f"local batch {_batch(source, device)}; parts: layers one by one and the optimiser"
+    return [table("steps", source.device_label(device), header, rows, note)]
+
+
+def components(source: Source) -> list[dict]:
+    """Milliseconds of a step by component, from the profiler."""
+    device, _ = steps.gpu_steps(source)
+    found = steps.components(source, device) if device else pd.DataFrame()
+    if found.empty:
+        return []
+    rows = [
+        [name, *(fixed(found.loc[name].get(part, 0.0), 2) for part in COMPONENTS)] for name in _ordered(found.index)
+    ]
+    return [table("step_components", source.device_label(device), ["variant", *(f"{p}, ms" for p in COMPONENTS)], rows)]
+
+
+def largest(source: Source) -> list[dict]:
+    """Variants at the largest local batch that fits each."""
+    rows = steps.whole_steps(source, "step_largest")
+    found = []
+    for device in [name for name in best_device_first(rows.device) if name != "cpu"][:1]:
+        own = rows[rows.device == device]
+        values = own.pivot_table(index="subject", columns="metric", values="p50", aggfunc="median")
+        lines = [
+            [
+                name,
+                _cell(values.loc[name], "local_batch", 0),
+                number(values.loc[name]["qps"]),
+                _cell(values.loc[name], "mfu", 1, 100),
+                _cell(values.loc[name], "peak_mem_gib", 1),
+            ]
+            for name in _ordered(values.index)
+        ]
+        header = ["variant", "local batch", "samples/s", "MFU, %", "peak GiB"]
+        found.append(table("steps_largest", source.device_label(device), header, lines))
+    return found
+
+
+ALL = (timed, components, largest)
+PAIRS = (("full", "baseline_padded"), ("full", "baseline_varlen"), ("full_same_math", "baseline_varlen"))
+
+
+def facts(source: Source) -> dict[str, dict]:
+    """For prose: step.<metric>.<variant>, and step.<metric>_ratio.<variant>.<baseline>, each with its device."""
+    device, values = steps.gpu_steps(source)
+    if not device:
+        return {}
+    label = source.device_label(device)
+    found = {}
+    for name in values.index:
+        for metric, style in (("mfu", lambda x: f"{100 * x:.1f} %"), ("qps", number), ("time_ms", number)):
+            value = values.loc[name].get(metric, float("nan"))
+            if value == value:
+                found[f"step.{metric}.{name}"] = {"text": style(value), "device": label}
+    for name, base in PAIRS:
+        for metric in ("mfu", "qps"):
+            if {name, base} <= set(values.index) and metric in values:
+                ratio = values.loc[name, metric] / values.loc[base, metric]
+                found[f"step.{metric}_ratio.{name}.{base}"] = {"text": f"{ratio:.3g}\u00d7", "device": label}
+    checked = steps.predicted(source, device)
+    if len(checked) > 1:
+        off = (checked.predicted_ms / checked.step_ms - 1).abs()
+        found["step.predicted_off"] = {"text": f"{100 * off.max():.1f} %", "device": label}
+        found["step.predicted_count"] = {"text": str(len(checked)), "device": label}
+    return found
+
+
+def _of_layers(source: Source, device: str) -> dict[tuple[str, str], float]:
+    """(variant, "mfu" of its layers or "parts_ms") -> value."""
+    rows = select(source.frame("step"), device=device)
+    found = {}
+    for subject, metric, name in (("layers@", "mfu", "mfu"), ("parts@", "time_ms", "parts_ms")):
+        own = rows[rows.subject.str.startswith(subject) & (rows.metric == metric)]
+        for variant, value in own.groupby(own.subject.str.removeprefix(subject)).p50.median().items():
+            found[variant, name] = value
+    return found
+
+
+def _batch(source: Source, device: str) -> str:
+    rows = select(source.frame("step"), device=device, metric="local_batch", subject="full")
+    return number(rows.p50.median()) if len(rows) else "-"
+
+
+def _cell(values: pd.Series, metric: str, decimals: int, factor: float = 1.0) -> str:
+    value = values.get(metric, float("nan"))
+    return fixed(factor * value, decimals)
+
+
+def _ordered(names) -> list[str]:
+    order = {name: index for index, name in enumerate([*steps.WATERFALL, *steps.SAME_MATH])}
+    return sorted(names, key=lambda name: (order.get(name, len(order)), name))
