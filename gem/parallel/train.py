@@ -101,12 +101,13 @@ def steps_of(config: Config, split: Split, keep_last: bool, steps: int | None = 
 
 
 class Trainer:
-    """Model, optimisers and data of one seed on one rank. Every method but `state` is collective."""
+    """Model, optimisers and data of one seed on one rank. Every method is collective."""
 
     def __init__(self, config: Config, data: single.Data, seed: int, rank: Rank, job: Job, total_steps: int):
         self.config, self.data, self.seed, self.rank, self.job = config, data, seed, rank, job
         model = _build(config, data, seed, rank.device)
         self.tables = None
+        self.table_names = {name.split(".")[-2]: name for name in model.table_parameters()}
         if job.generation:
             from gem.parallel import sparse
 
@@ -184,7 +185,22 @@ class Trainer:
         return evaluate.score(whole, split)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self.optimizers.state()
+        """Everything that the next step depends on, by names that do not depend on the mesh."""
+        state = self.optimizers.state()
+        if self.tables is not None:
+            from gem.parallel import table_state
+
+            state |= table_state.state(self.tables, self.table_names)
+        return state
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint of any mesh: what FSDP shards is read in place, tables are copied into their shards."""
+        state = self.state()
+        checkpoint.load(path, state)
+        if self.tables is not None:
+            from gem.parallel import table_state
+
+            table_state.restore(self.tables, self.table_names, state)
 
 
 def _build(config: Config, data: single.Data, seed: int, device: torch.device):
@@ -199,8 +215,6 @@ def train_seed(
 
     A resumed run goes on from the last checkpoint, whatever mesh wrote it.
     """
-    if job.generation and (job.resume or job.checkpoint_every):
-        raise ValueError("parallel train: checkpoints with sharded tables are not built; allowed: --checkpoint-every 0")
     total = steps_of(config, data.train, job.keep_last, steps)
     identity = {
         "variant": config.variant,
@@ -218,8 +232,7 @@ def train_seed(
     found = checkpoint.last(folder) if job.resume else None
     if found is not None:
         run = checkpoint.read_run(found, identity)
-        state = trainer.state()
-        checkpoint.load(found, state)
+        trainer.restore(found)
         first, losses, times = run["step"], run["losses"], run["times"]
     log_path = output / "metrics.jsonl"
     if rank.is_first:

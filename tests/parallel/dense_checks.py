@@ -227,6 +227,9 @@ def small_world(rank, folder, out: Path, wanted: dict, hidden: dict) -> dict:
         "jagged": jagged_rows(rank),
         "low": low_bytes(rank),
         "run": trains(rank, folder, out / "run", expert, steps=6, checkpoint_every=2),
+        "run_sharded": trains(
+            rank, folder, out / "sharded", expert, steps=6, checkpoint_every=2, options=sharded, generation="v1"
+        ),
         "last": trains(rank, folder, out / "last", two, steps=9, checkpoint_every=0, keep_last=True),
         "diverged": diverges(rank, folder),
     }
@@ -266,6 +269,21 @@ def larger_world(rank, folder, out: Path, wanted: dict, hidden: dict) -> dict:
         "together": follows(rank, folder, wanted, Mesh(n, n // 2, 2, 2), options=sharded, generation="v1"),
         "flow": flow(rank, folder, Mesh(n, n, 1, 2)),
         "flow_2d": flow(rank, folder, Mesh(n, n // 2, 2)),
+        # from replicated tables to sharded ones, and back
+        "resumed_sharded": trains(
+            rank,
+            folder,
+            out / "again",
+            Mesh(n, n),
+            steps=6,
+            checkpoint_every=2,
+            resume=True,
+            options=sharded,
+            generation="v1",
+        ),
+        "resumed_replicated": trains(
+            rank, folder, out / "sharded", Mesh(n, n), steps=6, checkpoint_every=2, resume=True
+        ),
         "resumed": trains(rank, folder, out / "run", Mesh(n, n // 2, 2, 2), steps=6, checkpoint_every=2, resume=True),
     }
     return found

@@ -39,11 +39,17 @@ def two(folder, out, wanted):
     return launch.spawn(2, checks.small_world, arguments=(folder, out, *wanted), timeout_s=TIMEOUT_S)
 
 
+def checkpoints(out, name: str):
+    """A folder with copies of what two ranks saved, for others to go on from."""
+    for saved, copy in (("run", "run"), ("run", "again"), ("sharded", "sharded")):
+        shutil.copytree(out / saved, out / name / copy)
+    return out / name
+
+
 @pytest.fixture(scope="module")
 def four(folder, out, wanted, two):
     """After `two`, from whose last but one checkpoint it goes on."""
-    copy = out / "four"
-    shutil.copytree(out / "run", copy / "run")
+    copy = checkpoints(out, "four")
     return launch.spawn(4, checks.larger_world, arguments=(folder, copy, *wanted), timeout_s=TIMEOUT_S)
 
 
@@ -74,8 +80,7 @@ def test_four_ranks_follow_one_process(four, name):
 
 @pytest.mark.slow
 def test_eight_ranks_follow_one_process(folder, out, wanted, two):
-    copy = out / "eight"
-    shutil.copytree(out / "run", copy / "run")
+    copy = checkpoints(out, "eight")
     world = launch.spawn(8, checks.larger_world, arguments=(folder, copy, *wanted), timeout_s=2 * TIMEOUT_S)
     for found in world:
         for name in EXACT_4:
@@ -185,6 +190,10 @@ def test_another_mesh_goes_on_from_a_checkpoint(two, four, out):
         assert four[rank]["resumed"]["loss"] == pytest.approx(two[0]["run"]["loss"], rel=2e-6)
         assert four[rank]["resumed"]["ne_ctr"] == pytest.approx(two[0]["run"]["ne_ctr"], rel=1e-5)
     assert four[0]["resumed"]["ranks"] == 4
+    assert two[0]["run_sharded"]["loss"] == pytest.approx(two[0]["run"]["loss"], rel=2e-6)
+    for name in ("resumed_sharded", "resumed_replicated"):
+        assert four[0][name]["loss"] == pytest.approx(two[0]["run"]["loss"], rel=2e-6)
+    assert four[0]["resumed_sharded"]["tables"] == "v1" and four[0]["resumed_replicated"]["tables"] == "replicated"
     with pytest.raises(ValueError, match="seed is 0, this run has 1"):
         checkpoint.read_run(checkpoint.last(out / "run" / "checkpoints"), {"seed": 1})
 

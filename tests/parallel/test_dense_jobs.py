@@ -52,7 +52,7 @@ def test_bad_requests_end_before_any_work(tmp_path, capsys):
         (["--mesh", "fsdp=2"], "divisor of 1 GPUs"),
         (["--gather", "int4"], "allowed: plain, float8, mx"),
         (["--run", "smoke"], "allowed: --output"),
-        (["--sparse", "v1", "--resume"], "allowed: --checkpoint-every 0"),
+        (["--sparse", "v1", "--mesh", "mp=2"], "allowed: a divisor of 1 GPUs"),
     ):
         assert train.main(arguments(data, tmp_path / "out", *more)) == 1
         error = capsys.readouterr().err.strip()
