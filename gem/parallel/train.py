@@ -194,7 +194,7 @@ class Trainer:
         return state
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of any mesh: what FSDP shards is read in place, tables are copied into their shards."""
+        """Go on from a checkpoint of any mesh: FSDP shards are read in place, tables copied into their shards."""
         state = self.state()
         checkpoint.load(path, state)
         if self.tables is not None:
