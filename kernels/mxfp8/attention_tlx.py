@@ -49,6 +49,7 @@ class Config:
     q_stages: int = 2
     registers: int = 240
     pingpong: bool = True
+    apart: bool = False  # the score product only after the value product before it: fewer registers
 
 
 @triton.jit
@@ -142,14 +143,24 @@ def score_product(q_buffer, k_buffer, HEAD_DIM: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def operand(p, BLOCK_N: tl.constexpr):
-    """P [64, BLOCK_N] as the 8-bit operand, columns in the order of triton_kernels.key_order."""
-    ordered = tl.permute(tl.reshape(p, [64, BLOCK_N // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
-    # Not pure, so that it stays between the products (see gdpa/tlx.py).
+    """P [64, BLOCK_N] as the 8-bit operand, columns in the order of triton_kernels.key_order.
+
+    A thread has rows r and r + 8. They are converted apart, so that the four results of one instruction pair are one
+    register of the operand as they are.
+    """
+    ordered = tl.permute(tl.reshape(p, [4, 2, 8, BLOCK_N // 16, 2, 4, 2]), [0, 2, 3, 5, 4, 6, 1])
+    low, high = tl.split(tl.reshape(ordered, [4, 8, BLOCK_N, 2]))
+    return tl.reshape(tl.permute(tl.join(_packed(low), _packed(high)), [0, 3, 1, 2]), [64, BLOCK_N])
+
+
+@triton.jit
+def _packed(x):
+    """E4M3 of x, four to a register. Not pure, so that it stays between the products (see gdpa/tlx.py)."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
         " mov.b32 $0, {a, b}; }",
         "=r,f,f,f,f",
-        [tl.reshape(ordered, [64, BLOCK_N])],
+        [x],
         dtype=tl.float8e4nv,
         is_pure=False,
         pack=4,
@@ -157,45 +168,70 @@ def operand(p, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def weights(s, k_scale, factor, m, key, kv_size, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """(P times a power of two, new maximum, row factor of the sums, row sum) of a tile of raw scores s.
+def exponent_of(scale):
+    """Biased exponent of a power of two, int32; 0 for the smallest scale, which is a subnormal."""
+    return scale.to(tl.int32, bitcast=True) >> 23
+
+
+@triton.jit
+def thread_sums(p, BLOCK_N: tl.constexpr):
+    """Sums [64, 8] of the columns that a thread holds, every eighth; what threads hold is added up once a tile of
+    queries."""
+    return tl.sum(tl.reshape(p, [64, BLOCK_N // 8, 8]), 1)
+
+
+@triton.jit
+def weights(
+    s, k_scale, factor, m, shift, key, kv_size, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, FINE: tl.constexpr
+):
+    """(P times a power of two, new maximum, row factor of the sums, row sums) of a tile of raw scores s.
 
     Softmax: factor [64] = scale * log2(e) * q's scale, m the running maximum, the row factor that of the old sums.
     GDPA: factor = scale * q's scale; the row factor takes the power of two back out of this tile's product. m and the
-    row sum mean nothing there.
+    row sum mean nothing there. k_scale: one a key (FINE), or the tile's, which joins the factor. shift <= 0: exponent
+    of this tile's v scale below the largest so far, which P takes over (0 if FINE).
     """
-    t = s * k_scale[None, :]
-    if ACTIVATION == "softmax":
-        if key + BLOCK_N > kv_size:
-            t = tl.where((key + tl.arange(0, BLOCK_N))[None, :] < kv_size, t, float("-inf"))
-        m_new = tl.maximum(m, tl.max(t, 1) * factor)
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(t * factor[:, None] - (reference - 8.0)[:, None])
-        return p, m_new, tl.math.exp2(m - reference), tl.sum(p, 1)
+    if FINE:
+        s = s * k_scale[None, :]
     else:
-        top = tl.max(tl.abs(t), 1) * tl.abs(factor)
+        factor = factor * k_scale
+    if ACTIVATION == "softmax":
+        factor = tl.maximum(factor, 1.1754944e-38)  # scales of zeros may underflow, and -inf times 0 is no mask
+        if key + BLOCK_N > kv_size:
+            s = tl.where((key + tl.arange(0, BLOCK_N))[None, :] < kv_size, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if FINE:
+            p = tl.math.exp2(s * factor[:, None] - (reference - 8.0)[:, None])
+            total = thread_sums(p, BLOCK_N)
+        else:
+            p = tl.math.exp2(s * factor[:, None] - (reference - (8 + shift).to(tl.float32))[:, None])
+            total = thread_sums(p, BLOCK_N) * ((127 - shift) << 23).to(tl.float32, bitcast=True)
+        return p, m_new, tl.math.exp2(m - reference), total
+    else:
+        top = tl.max(tl.abs(s), 1) * tl.abs(factor)
         exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
-        exponent = tl.minimum(tl.maximum(exponent, -100), 100)
-        up = ((134 - exponent) << 23).to(tl.float32, bitcast=True)  # |P| <= top < 2^(exponent + 1): at most 2^8
+        exponent = tl.minimum(tl.maximum(exponent, -60), 100)
+        up = ((134 - exponent + shift) << 23).to(tl.float32, bitcast=True)  # |P| <= top < 2^(exponent + 1): below 2^8
         square = factor * factor
         if ACTIVATION == "gelu_tanh":
             a = 0.7978845608028654 * factor
             b = 0.7978845608028654 * 0.044715 * factor * square
-            h = t * (0.5 * factor * up)[:, None]
-            p = tl.fma(h, _tanh(t * tl.fma(t * t, b[:, None], a[:, None])), h)
+            h = s * (0.5 * factor * up)[:, None]
+            p = tl.fma(h, _tanh(s * tl.fma(s * s, b[:, None], a[:, None])), h)
         elif ACTIVATION == "silu":
-            h = t * (0.5 * factor * up)[:, None]
-            p = tl.fma(h, _tanh(t * (0.5 * factor)[:, None]), h)
+            h = s * (0.5 * factor * up)[:, None]
+            p = tl.fma(h, _tanh(s * (0.5 * factor)[:, None]), h)
         elif ACTIVATION == "gelu_taylor6":
-            y = t * t
+            y = s * s
             c2 = 0.3989422804014327 * square * up
             c4 = -0.06649038006690545 * square * square * up
             c6 = 0.009973557010035818 * square * square * square * up
-            h = t * (0.5 * factor * up)[:, None]
+            h = s * (0.5 * factor * up)[:, None]
             p = tl.fma(tl.fma(tl.fma(y, c6[:, None], c4[:, None]), y, c2[:, None]), y, h)
         else:
-            p = tl.maximum(t * (factor * up)[:, None], 0.0)
-        return p, m, ((120 + exponent) << 23).to(tl.float32, bitcast=True), m
+            p = tl.maximum(s * (factor * up)[:, None], 0.0)
+        return p, m, ((120 + exponent) << 23).to(tl.float32, bitcast=True), tl.zeros([64, 8], tl.float32)
 
 
 @triton.jit
@@ -204,12 +240,29 @@ def _tanh(x):
 
 
 @triton.jit
-def added(acc, part, v_scale, row_factor, ACTIVATION: tl.constexpr):
-    """The accumulator with one key tile's product: the promotion to float32."""
+def added(acc, part, v_scale, row_factor, fade, ACTIVATION: tl.constexpr, FINE: tl.constexpr):
+    """The accumulator with one key tile's product: the promotion to float32. fade: what the unit of the accumulator,
+    the largest v scale so far, has grown by (1 if FINE); softmax has it in its row factor."""
+    if FINE:
+        part = part * v_scale[None, :]
     if ACTIVATION == "softmax":
-        return acc * row_factor[:, None] + part * v_scale[None, :]
+        return acc * row_factor[:, None] + part
     else:
-        return acc + (part * v_scale[None, :]) * row_factor[:, None]
+        if not FINE:
+            if fade != 1.0:
+                acc = acc * fade
+        return acc + part * row_factor[:, None]
+
+
+@triton.jit
+def tile_scales(k_scale, v_scale, tile, head, k_stride, v_stride, v_top):
+    """Of a tile: k scale, new largest exponent of v's, that of its own below it, what the unit has grown by."""
+    place = tile.to(tl.int64)
+    ks = tl.load(k_scale + place * k_stride + head)
+    exponent = exponent_of(tl.load(v_scale + place * v_stride + head))
+    new_top = tl.maximum(v_top, exponent)
+    fade = (tl.maximum(v_top - new_top + 127, 0) << 23).to(tl.float32, bitcast=True)
+    return ks, new_top, tl.maximum(exponent - new_top, -32), fade
 
 
 @triton.jit
@@ -246,7 +299,9 @@ def attention8_kernel(
     Q_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr,
     PINGPONG: tl.constexpr,
+    APART: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     ROWS: tl.constexpr = 64
     BLOCK_N: tl.constexpr = 128
@@ -303,43 +358,73 @@ def attention8_kernel(
                     tlx.named_barrier_arrive(9, 256)
             index = tl.minimum(zigzag(0, program, programs), tl.maximum(total - 1, 0))
             q_first, q_size, _, kv_size, out_first, head, row = tile_entry(table, index, H, BLOCK_M)
-            padded_first = tl.multiple_of(tl.load(table + (index // H) * 8 + 7), 128)
+            first_tile = tl.load(table + (index // H) * 8 + 7) // BLOCK_N
             factor = row_factor_of(q_scale, q_first, q_size, row + cid * ROWS, head, q_stride, scale, ACTIVATION)
-            ks = tl.load(k_scale + head.to(tl.int64) * k_stride + padded_first + keys)
+            shift = 0
+            fade = 1.0
+            v_top = 0
+            if FINE:
+                ks = tl.load(k_scale + head.to(tl.int64) * k_stride + first_tile * BLOCK_N + keys)
+            else:
+                ks, v_top, shift, _ = tile_scales(k_scale, v_scale, first_tile, head, k_stride, v_stride, 0)
             tlx.barrier_wait(q_full[cid], 0)
             tlx.barrier_wait(k_full[0], 0)
             s = tlx.async_dot_wait(0, score_product(q_buffers[cid], k_buffers[0], HEAD_DIM, BLOCK_N))
             tlx.barrier_arrive(k_empty[0], 1)
             m = tl.zeros([ROWS], tl.float32) - float("inf")
-            p, m, alpha, l = weights(s, ks, factor, m, 0, kv_size, BLOCK_N, ACTIVATION)
+            p, m, alpha, l = weights(s, ks, factor, m, shift, 0, kv_size, BLOCK_N, ACTIVATION, FINE)
             k_count = 1
             v_count = 0
             for i in range(mine):
                 q_stage, _ = get_bufidx_phase(i, Q_STAGES)
                 acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
                 blocks = tl.maximum((kv_size + BLOCK_N - 1) // BLOCK_N, 1)
-                v_place = v_scale + (padded_first // 128).to(tl.int64) * v_stride + head * HEAD_DIM
-                k_place = k_scale + head.to(tl.int64) * k_stride + padded_first
+                v_place = v_scale + first_tile.to(tl.int64) * v_stride + head * HEAD_DIM
+                k_place = k_scale + head.to(tl.int64) * k_stride + first_tile * BLOCK_N
                 for j in range(1, blocks):
                     k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
                     v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
-                    ks = tl.load(k_place + j * BLOCK_N + keys)
+                    if FINE:
+                        ks = tl.load(k_place + j * BLOCK_N + keys)
+                        vs = tl.load(v_place + channels)
+                    else:
+                        vs = 1.0
+                    p8 = operand(p, BLOCK_N)
                     tlx.barrier_wait(k_full[k_stage], k_phase)
                     tlx.barrier_wait(v_full[v_stage], v_phase)
-                    p8 = operand(p, BLOCK_N)
                     take_turn(cid, PINGPONG)
                     part = tlx.async_dot(p8, tlx.local_trans(v_buffers[v_stage]))
+                    if APART:
+                        part = tlx.async_dot_wait(0, part)
+                        tlx.barrier_arrive(v_empty[v_stage], 1)
+                        acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
                     s = score_product(q_buffers[q_stage * GROUPS + cid], k_buffers[k_stage], HEAD_DIM, BLOCK_N)
                     pass_turn(cid, PINGPONG)
-                    vs = tl.load(v_place + channels)
-                    # The value product is promoted while the score product runs: three tiles of registers, not four.
-                    part = tlx.async_dot_wait(1, part)
-                    tlx.barrier_arrive(v_empty[v_stage], 1)
-                    acc = added(acc, part, vs, alpha, ACTIVATION)
+                    new_fade = 1.0
+                    if not FINE:
+                        ks, v_top, shift, new_fade = tile_scales(
+                            k_scale, v_scale, first_tile + j, head, k_stride, v_stride, v_top
+                        )  # fmt: skip
+                    if not APART:
+                        # The value product is promoted while the score product runs: three tiles of registers, not
+                        # four.
+                        part = tlx.async_dot_wait(1, part)
+                        tlx.barrier_arrive(v_empty[v_stage], 1)
+                        acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
                     s = tlx.async_dot_wait(0, s)
                     tlx.barrier_arrive(k_empty[k_stage], 1)
-                    p, m, alpha, row_sum = weights(s, ks, factor, m, j * BLOCK_N, kv_size, BLOCK_N, ACTIVATION)
-                    l = l * alpha + row_sum
+                    p, m, new_alpha, row_sum = weights(
+                        s, ks, factor, m, shift, j * BLOCK_N, kv_size, BLOCK_N, ACTIVATION, FINE
+                    )  # fmt: skip
+                    if ACTIVATION == "softmax":
+                        l = l * new_alpha[:, None] + row_sum
+                        if FINE:
+                            alpha = new_alpha
+                        else:
+                            alpha = new_alpha * new_fade
+                    else:
+                        alpha = new_alpha
+                        fade = new_fade
                     v_place += v_stride
                     k_count += 1
                     v_count += 1
@@ -350,32 +435,47 @@ def attention8_kernel(
                 store_first = out_first
                 lse_row = lse + head.to(tl.int64) * lse_stride + store_first
                 old_m = m
-                old_l = l
+                old_l = tl.sum(l, 1)
                 has_keys = kv_size > 0
+                if FINE:
+                    vs = tl.load(v_place + channels)
+                    unit = 1.0
+                else:
+                    vs = 1.0
+                    unit = tl.where(v_top == 0, 0x400000, v_top << 23).to(tl.float32, bitcast=True)
                 index = tl.minimum(zigzag(tl.minimum(i + 1, mine - 1), program, programs), tl.maximum(total - 1, 0))
                 q_first, q_size, _, kv_size, out_first, head, row = tile_entry(table, index, H, BLOCK_M)
-                padded_first = tl.multiple_of(tl.load(table + (index // H) * 8 + 7), 128)
+                first_tile = tl.load(table + (index // H) * 8 + 7) // BLOCK_N
                 factor = row_factor_of(q_scale, q_first, q_size, row + cid * ROWS, head, q_stride, scale, ACTIVATION)
-                ks = tl.load(k_scale + head.to(tl.int64) * k_stride + padded_first + keys)
-                vs = tl.load(v_place + channels)
+                if FINE:
+                    ks = tl.load(k_scale + head.to(tl.int64) * k_stride + first_tile * BLOCK_N + keys)
+                else:
+                    ks, v_top, shift, _ = tile_scales(k_scale, v_scale, first_tile, head, k_stride, v_stride, 0)
                 next_stage, next_phase = get_bufidx_phase(i + 1, Q_STAGES)
                 k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
                 v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
                 if Q_STAGES == 1:
                     tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
+                p8 = operand(p, BLOCK_N)
                 tlx.barrier_wait(v_full[v_stage], v_phase)
                 tlx.barrier_wait(q_full[next_stage * GROUPS + cid], next_phase)
                 tlx.barrier_wait(k_full[k_stage], k_phase)
-                p8 = operand(p, BLOCK_N)
                 take_turn(cid, PINGPONG)
                 part = tlx.async_dot(p8, tlx.local_trans(v_buffers[v_stage]))
+                if APART:
+                    part = tlx.async_dot_wait(0, part)
+                    tlx.barrier_arrive(v_empty[v_stage], 1)
+                    acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
                 s = score_product(q_buffers[next_stage * GROUPS + cid], k_buffers[k_stage], HEAD_DIM, BLOCK_N)
                 pass_turn(cid, PINGPONG)
-                part = tlx.async_dot_wait(1, part)
-                tlx.barrier_arrive(v_empty[v_stage], 1)
-                acc = added(acc, part, vs, alpha, ACTIVATION)
+                if not APART:
+                    part = tlx.async_dot_wait(1, part)
+                    tlx.barrier_arrive(v_empty[v_stage], 1)
+                    acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
                 if ACTIVATION == "softmax":
-                    acc = acc * tl.where(old_l > 0, 1.0 / old_l, 0.0)[:, None]
+                    acc = acc * tl.where(old_l > 0, unit / old_l, 0.0)[:, None]
+                elif not FINE:
+                    acc = acc * unit
                 if not has_keys:  # its key tile was another sequence's, whose NaN would survive a weight of zero
                     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
                 store_tile(desc_o, o_buffers[cid], acc, store_first, out_size, out_row, out_column, HEAD_DIM)
@@ -388,7 +488,8 @@ def attention8_kernel(
                 if Q_STAGES > 1:
                     tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
                 m = tl.zeros([ROWS], tl.float32) - float("inf")
-                p, m, alpha, l = weights(s, ks, factor, m, 0, kv_size, BLOCK_N, ACTIVATION)
+                p, m, alpha, l = weights(s, ks, factor, m, shift, 0, kv_size, BLOCK_N, ACTIVATION, FINE)
+                fade = 1.0
                 k_count += 1
                 v_count += 1
             tlx.async_descriptor_store_wait(0)
@@ -410,7 +511,7 @@ def forward_with(
     """(o [Tq, H, D] of `dtype`, lse float32 [H, Tq]; lse is empty for GDPA). activation "softmax" or GDPA's."""
     q, k, v = operands.q, operands.k, operands.v
     rows, heads, dim = q.shape
-    softmax = activation == "softmax"
+    softmax, fine = activation == "softmax", operands.fine
     out = torch.empty((rows, heads, dim), dtype=dtype, device=q.device)
     lse = torch.empty((heads, rows if softmax else 0), dtype=torch.float32, device=q.device)
     if not rows or not k.shape[0]:
@@ -439,7 +540,9 @@ def forward_with(
         Q_STAGES=config.q_stages,
         REGISTERS=config.registers,
         PINGPONG=config.pingpong and config.groups == 2,
+        APART=config.apart,
         ACTIVATION=activation,
+        FINE=fine,
         num_warps=4,
         num_stages=1,
     )

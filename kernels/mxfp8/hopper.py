@@ -185,8 +185,11 @@ def product(a: Scaled, b: Scaled, rows: int, dtype: torch.dtype) -> Tensor:
     why = unsupported(a.data.device, b.data.shape[0], b.data.shape[1])
     if why is not None:
         raise ValueError(f"mxfp8, format hopper: {why}")
+    b_scale, blocks = b.scale, b.scale.shape[1]
+    if b_scale.shape[0] != b.data.shape[0] and blocks > 1 and blocks % 4:  # torch and cuBLAS disagree on padded tiles
+        b_scale = b_scale.repeat_interleave(SLAB, 0)[: b.data.shape[0]].T.contiguous().T
     return torch._scaled_mm(
-        a.data, b.data.T, scale_a=a.scale, scale_b=b.scale.T, out_dtype=dtype, use_fast_accum=False
+        a.data, b.data.T, scale_a=a.scale, scale_b=b_scale.T, out_dtype=dtype, use_fast_accum=False
     )[:rows]
 
 

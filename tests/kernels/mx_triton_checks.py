@@ -161,14 +161,15 @@ def check_attention_operands():
     draws = torch.Generator().manual_seed(16)
     q, k, v = (torch.randn(300, 2, 64, generator=draws) for _ in range(3))
     k[200:, 1] = 0
-    for offsets in ([0, 5, 5, 133, 290], [0, 0, 256], [0, 300]):
+    for offsets, scales in itertools.product(([0, 5, 5, 133, 290], [0, 0, 256], [0, 300]), hopper_attention.SCALES):
         offsets = torch.tensor(offsets)
-        got = by_hopper_kernel(hopper_attention.quantize, q, k, v, offsets)
-        want = hopper_attention.quantize(q, k, v, offsets)
+        got = by_hopper_kernel(hopper_attention.quantize, q, k, v, offsets, scales=scales)
+        want = hopper_attention.quantize(q, k, v, offsets, scales=scales)
         used = int(hopper_attention.padded_starts(offsets)[-1])
         for name in ("q", "k"):
             assert torch.equal(getattr(got, name).view(torch.uint8), getattr(want, name).view(torch.uint8)), name
-        assert torch.equal(got.q_scale, want.q_scale) and torch.equal(got.k_scale[:, :used], want.k_scale[:, :used])
+        keys = (slice(None), slice(used)) if got.fine else slice(used // 128)
+        assert torch.equal(got.q_scale, want.q_scale) and torch.equal(got.k_scale[keys], want.k_scale[keys])
         assert torch.equal(got.v.view(torch.uint8)[:, :used], want.v.view(torch.uint8)[:, :used])
         assert torch.equal(got.v_scale[: used // 128], want.v_scale[: used // 128])
 

@@ -141,6 +141,10 @@ def test_operands_follow_sequences():
         stored = found.v[head * 64 : head * 64 + 64, starts[b] : starts[b + 1]].view(torch.uint8)
         assert np.array_equal(stored.view(64, -1, 128).numpy(), data.T.reshape(64, -1, 128)[:, :, order.numpy()])
         assert np.array_equal(found.v_scale[starts[b] // 128 : starts[b + 1] // 128, head].numpy(), scale)
+        coarse = hopper_attention.quantize(q, k, v, OFFSETS, scales="tile")
+        for x, scales in ((k, coarse.k_scale), (v, coarse.v_scale)):
+            _, scale = oracle(x[first:end, head], 128, 64)
+            assert np.array_equal(scales[starts[b] // 128 : starts[b + 1] // 128, head].numpy(), scale[:, 0])
         _, scale = oracle(k[first:end, head], 1, 64)
         assert np.array_equal(found.k_scale[head, starts[b] : starts[b] + end - first].numpy(), scale[:, 0])
 
@@ -157,6 +161,25 @@ def test_attention_against_float64(activation):
         want = kernels.gdpa(q.double(), k.double(), v.double(), OFFSETS, activation=activation, impl="reference")
     assert 1e-3 < relative(got, want) < 0.08
     assert not bool(got[390:].any())
+
+
+@pytest.mark.parametrize("activation", ("softmax", "gelu_tanh"))
+def test_scales_of_a_tile_lose_nothing_where_tiles_differ(activation):
+    """Values that grow or vanish from tile to tile, zero tiles, zero queries: as exact as finer scales."""
+    offsets, far = torch.tensor([0, 640]), torch.exp2(torch.arange(640) // 128 * 6.0 - 12)[:, None, None]
+    q, k, v = inputs(5, 640)
+    q[3], k[128:256], v[256:384] = 0, 0, 0
+    scale = 0.125 if activation == "softmax" else 0.02
+    for values in (v * far, v * far.flip(0)):
+        if activation == "softmax":
+            want = kernels.jagged_attention(q, k, values, offsets, impl="reference")
+        else:
+            want = kernels.gdpa(q, k, values, offsets, scale=scale, impl="reference")
+        for scales in hopper_attention.SCALES:
+            found = hopper_attention.quantize(q, k, values, offsets, scales=scales)
+            options = {"activation": activation, "scale": scale, "dtype": torch.float32}
+            got, _ = hopper_attention.forward_plainly(found, offsets, offsets, **options)
+            assert relative(got, want) < 0.08
 
 
 def test_a_sequence_depends_on_itself_alone():
