@@ -181,6 +181,14 @@ def thread_sums(p, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def row_maximum(s, BLOCK_N: tl.constexpr):
+    """Largest of a row, in many short chains: one chain of dependent instructions a row would set the pace."""
+    part = tl.max(tl.reshape(s, [64, 4, BLOCK_N // 4]), 1)
+    part = tl.max(tl.reshape(part, [64, BLOCK_N // 32, 8]), 1)
+    return tl.max(part, 1)
+
+
+@triton.jit
 def weights(
     s, k_scale, factor, m, shift, key, kv_size, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, FINE: tl.constexpr
 ):
@@ -199,7 +207,7 @@ def weights(
         factor = tl.maximum(factor, 1.1754944e-38)  # scales of zeros may underflow, and -inf times 0 is no mask
         if key + BLOCK_N > kv_size:
             s = tl.where((key + tl.arange(0, BLOCK_N))[None, :] < kv_size, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * factor)
+        m_new = tl.maximum(m, row_maximum(s, BLOCK_N) * factor)
         reference = tl.where(m_new == float("-inf"), 0.0, m_new)
         if FINE:
             p = tl.math.exp2(s * factor[:, None] - (reference - 8.0)[:, None])
@@ -209,7 +217,7 @@ def weights(
             total = thread_sums(p, BLOCK_N) * ((127 - shift) << 23).to(tl.float32, bitcast=True)
         return p, m_new, tl.math.exp2(m - reference), total
     else:
-        top = tl.max(tl.abs(s), 1) * tl.abs(factor)
+        top = row_maximum(tl.abs(s), BLOCK_N) * tl.abs(factor)
         exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
         exponent = tl.minimum(tl.maximum(exponent, -60), 100)
         up = ((134 - exponent + shift) << 23).to(tl.float32, bitcast=True)  # |P| <= top < 2^(exponent + 1): below 2^8
