@@ -171,7 +171,7 @@ def backward(do, q, k, v, o, lse, q_offsets, kv_offsets, *, scale, window, bias,
             if shared:
                 every = dq_own.view(len(group.queries), -1, q.shape[2]).sum(dim=0)
                 # Sequences that fill the batch up come last, so the first index is a real one.
-                dq_rows.index_add_(0, group.queries[0].flatten(), every)
+                dq_rows.index_add_(0, group.queries[0].flatten(), every.to(dq_rows.dtype))
             else:
                 put(dq_rows, group.queries, dq_own)
     dq, dk, dv = dq_rows[:-1].view(q.shape).to(q.dtype), dk_rows[:-1].view(k.shape), dv_rows[:-1].view(v.shape)
