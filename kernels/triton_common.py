@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -108,6 +109,20 @@ def load_rows(
 
 
 @triton.jit
+def tile_rows(source, start, first, head, rows, columns, stride, length,
+              HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+              MASKED: tl.constexpr):  # fmt: skip
+    """Rows first.. of a sequence, zeros from `length` on: by a descriptor of the whole tensor, in which the sequence
+    begins at row `start`, or by (predicated) loads from `source`, the sequence's first row."""
+    if TMA:
+        place = [tl.cast(first, tl.int32), tl.cast(head, tl.int32), 0]
+        tile = load_ragged(source, tl.cast(start, tl.int32), length, place)
+        return tl.reshape(tile, [BLOCK, BLOCK_D])
+    else:
+        return load_rows(source, first, rows, columns, stride, length, HEAD_DIM, BLOCK_D, MASKED)
+
+
+@triton.jit
 def store_rows(base, first, rows, columns, stride, length, value, HEAD_DIM: tl.constexpr):
     """Store a tile into rows first + rows < length of a sequence at `base`; nothing outside it is written."""
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
@@ -118,3 +133,20 @@ def store_rows(base, first, rows, columns, stride, length, value, HEAD_DIM: tl.c
 def precision_of(dtype: torch.dtype) -> str:
     """input_precision of tl.dot: exact fp32 products for fp32 inputs; 16-bit inputs have one way only."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def describable(x: torch.Tensor) -> bool:
+    """Can the copy engine read x [T, H, D]? 16-bit values, rows and heads 16-byte aligned, 1 <= T <= 2^30."""
+    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:2])
+    return x.is_cuda and x.element_size() == 2 and aligned and 0 < x.shape[0] <= 2**30
+
+
+def descriptors(tma: bool | None, block: int, *tensors: torch.Tensor) -> tuple:
+    """(use descriptors?, the tensors or descriptors of boxes of `block` rows of one head). tma None: where possible."""
+    if tma is None:
+        tma = all(describable(x) for x in tensors)
+    if not tma:
+        return False, *tensors
+    return True, *(
+        create_ragged_descriptor(x, [block, 1, max(16, triton.next_power_of_2(x.shape[2]))]) for x in tensors
+    )

@@ -2,8 +2,9 @@
 
 Phases: "fwd" streams keys past a query tile; "fwd_resident_1" and "fwd_resident_2" keep one or two key tiles (of the
 same block_n) on chip and stream queries; "dq" and "dkdv" are the two kernels of the split backward; "owner" is the
-backward that owns a (sequence, head). block_m counts query rows, block_n keys. No configuration depends on the batch,
-so that a sequence's result does not either.
+backward that owns a (sequence, head). With _tma behind the name what is streamed comes by descriptors, else by loads.
+block_m counts query rows, block_n keys. No configuration depends on the batch, so that a sequence's result does not
+either.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-PHASES = ("fwd", "fwd_resident_1", "fwd_resident_2", "dq", "dkdv", "owner")
+PHASES = ("fwd", "fwd_tma", "fwd_resident_1", "fwd_resident_2", "dq", "dkdv", "dq_tma", "dkdv_tma", "owner")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ _DEFAULT = {
     ("fwd", 64): Config(128, 64, 4, 3),
     ("fwd", 128): Config(128, 32, 4, 3),
     ("fwd", 256): Config(128, 64, 8, 2),
+    ("fwd_tma", 64): Config(128, 64, 4, 3),
+    ("fwd_tma", 128): Config(128, 32, 4, 3),
+    ("fwd_tma", 256): Config(128, 64, 8, 2),
     ("fwd_resident_1", 64): Config(128, 128, 8, 2, 4),
     ("fwd_resident_2", 64): Config(128, 128, 8, 2, 4),
     ("fwd_resident_1", 128): Config(64, 128, 4, 2, 8),
@@ -41,6 +45,12 @@ _DEFAULT = {
     ("dkdv", 64): Config(64, 128, 8, 2),
     ("dkdv", 128): Config(64, 128, 8, 3),
     ("dkdv", 256): Config(32, 64, 8, 2),
+    ("dq_tma", 64): Config(128, 64, 8, 3),
+    ("dq_tma", 128): Config(128, 64, 8, 3),
+    ("dq_tma", 256): Config(64, 32, 4, 2),
+    ("dkdv_tma", 64): Config(64, 128, 8, 2),
+    ("dkdv_tma", 128): Config(64, 128, 8, 3),
+    ("dkdv_tma", 256): Config(32, 64, 8, 2),
     ("owner", 64): Config(64, 128, 8, 2),
     ("owner", 128): Config(32, 128, 8, 3),
     ("owner", 256): Config(32, 64, 8, 2),
@@ -51,7 +61,7 @@ _CANDIDATES = {
     ("fwd", 128): [
         (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 2), (128, 32, 4, 3),
         (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (256, 64, 8, 2), (256, 64, 8, 3),
-        (64, 32, 4, 4),
+        (64, 32, 4, 4), (64, 32, 4, 3), (128, 32, 4, 4), (128, 64, 4, 3),
     ],
     ("fwd", 256): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 8, 2)],
     ("resident", 64): [(128, 128, 8, 2, 4), (64, 128, 4, 3, 4), (128, 128, 4, 2, 4), (128, 128, 8, 3, 8)],
@@ -94,7 +104,7 @@ def candidates(phase: str, head_dim: int) -> list[Config]:
     """Configurations that a sweep of `phase` tries at `head_dim` with 16-bit inputs, the default among them."""
     if phase not in PHASES:
         raise ValueError(f"phase: {phase!r}; allowed: {', '.join(PHASES)}")
-    kind = "resident" if phase.startswith("fwd_resident") else phase
+    kind = "resident" if phase.startswith("fwd_resident") else phase.removesuffix("_tma")
     found = [Config(*values) for values in _CANDIDATES.get((kind, _bucket(head_dim)), [])]
     default = _DEFAULT.get((phase, _bucket(head_dim)))
     return found if default is None or default in found else [default, *found]

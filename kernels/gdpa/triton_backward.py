@@ -13,10 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import load_rows, sequence_range, store_rows
+from ..triton_common import load_rows, sequence_range, store_rows, tile_rows
 from .triton_activations import activation_and_slope, activation_slope
 from .triton_forward import key_range, query_range
-
 
 SIZES = ["num_sequences", "q_rows", "kv_rows"]  # change with every batch: not worth a kernel of their own
 
@@ -27,6 +26,7 @@ def dq_kernel(
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdq_t, sdq_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile. DQ has the rows of o (shared queries: one gradient a sequence, summed afterwards)."""
     slot = tl.program_id(0) // num_heads
@@ -39,19 +39,20 @@ def dq_kernel(
         offs_m = tl.arange(0, BLOCK_M)
         offs_n = tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)
-        k_base = K + k_start * sk_t + head * sk_h
-        v_base = V + k_start * sv_t + head * sv_h
+        if not TMA:
+            K += k_start * sk_t + head * sk_h
+            V += k_start * sv_t + head * sv_h
         q = load_rows(Q + q_start * sq_t + head * sq_h, first, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
         do = load_rows(DO + o_start * sg_t + head * sg_h, first, offs_m, offs_d, sg_t, q_len, HEAD_DIM, BLOCK_D, True)
         dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         for n in tl.range(0, k_len, BLOCK_N, num_stages=STAGES):
-            k = load_rows(k_base, n, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
-            v = load_rows(v_base, n, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
+            k = tile_rows(K, k_start, n, head, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
+            v = tile_rows(V, k_start, n, head, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if SCALED:
                 s = s * scale
-            ds = (dp * activation_slope(s, KIND, FAST)).to(K.dtype.element_ty)
+            ds = (dp * activation_slope(s, KIND, FAST)).to(Q.dtype.element_ty)
             dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if SCALED:
             dq = dq * scale
@@ -65,6 +66,7 @@ def dkdv_kernel(
     num_sequences, q_rows, kv_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile."""
     slot = tl.program_id(0) // num_heads
@@ -78,22 +80,23 @@ def dkdv_kernel(
         offs_m = tl.arange(0, BLOCK_M)
         offs_n = tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)
-        q_base = Q + q_start * sq_t + head * sq_h
-        g_base = DO + o_start * sg_t + head * sg_h
+        if not TMA:
+            Q += q_start * sq_t + head * sq_h
+            DO += o_start * sg_t + head * sg_h
         k = load_rows(K + k_start * sk_t + head * sk_h, first, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
         v = load_rows(V + k_start * sv_t + head * sv_h, first, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         for m in tl.range(0, q_len, BLOCK_M, num_stages=STAGES):
-            q = load_rows(q_base, m, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
-            do = load_rows(g_base, m, offs_m, offs_d, sg_t, q_len, HEAD_DIM, BLOCK_D, True)
+            q = tile_rows(Q, q_start, m, head, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_M, BLOCK_D, TMA, True)
+            do = tile_rows(DO, o_start, m, head, offs_m, offs_d, sg_t, q_len, HEAD_DIM, BLOCK_M, BLOCK_D, TMA, True)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             if SCALED:
                 s = s * scale
             p, slope = activation_and_slope(s, KIND, FAST)
-            dv = tl.dot(p.to(DO.dtype.element_ty), do, dv, input_precision=PRECISION)
-            ds = (dp * slope).to(Q.dtype.element_ty)
+            dv = tl.dot(p.to(K.dtype.element_ty), do, dv, input_precision=PRECISION)
+            ds = (dp * slope).to(K.dtype.element_ty)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if SCALED:
             dk = dk * scale

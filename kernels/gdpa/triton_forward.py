@@ -1,7 +1,7 @@
 """GDPA forward in Triton: a query tile against a loop over keys, and short keys kept on chip under a loop over queries.
 
-Rows past a sequence's end are loaded as zeros. A key filled with zeros has score 0, weight act(0) = 0 and a value of
-zeros, so no mask is needed; stores are predicated.
+Rows past a sequence's end are read as zeros, by the copy engine where it can describe the tensors, else by loads. A key
+filled with zeros has score 0, weight act(0) = 0 and a value of zeros, so no mask is needed; stores are predicated.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import load_rows, sequence_range, store_rows
+from ..triton_common import load_rows, sequence_range, store_rows, tile_rows
 from .triton_activations import activation
 
 
@@ -37,6 +37,7 @@ def _forward_tile(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     q_start, o_start, q_len = query_range(q_offsets, s_qo, sequence, num_sequences, q_rows, SHARED_Q)
     k_start, k_len = key_range(kv_offsets, s_ko, sequence, num_sequences)
@@ -47,16 +48,17 @@ def _forward_tile(
     offs_d = tl.arange(0, BLOCK_D)
     if first < q_len:
         q = load_rows(Q + q_start * sq_t + head * sq_h, first, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
-        k_base = K + k_start * sk_t + head * sk_h
-        v_base = V + k_start * sv_t + head * sv_h
+        if not TMA:
+            K += k_start * sk_t + head * sk_h
+            V += k_start * sv_t + head * sv_h
         acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         for n in tl.range(0, k_len, BLOCK_N, num_stages=STAGES):
-            k = load_rows(k_base, n, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
+            k = tile_rows(K, k_start, n, head, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SCALED:
                 s = s * scale
-            p = activation(s, KIND, FAST).to(V.dtype.element_ty)
-            v = load_rows(v_base, n, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
+            p = activation(s, KIND, FAST).to(O.dtype.element_ty)
+            v = tile_rows(V, k_start, n, head, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
             acc = tl.dot(p, v, acc, input_precision=PRECISION)
         store_rows(O + o_start * so_t + head * so_h, first, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM)
 
@@ -84,7 +86,7 @@ def forward_kernel(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale, per_sequence,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    ORDER: tl.constexpr,
+    TMA: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """ORDER: "grid" one program a (sequence, one of per_sequence tiles, head), there or not; "list" one a (listed tile,
     head); "programs" persistent over program_offsets; "zigzag" persistent over a list sorted by work, dealt forwards
@@ -96,7 +98,7 @@ def forward_kernel(
                 Q, K, V, O, q_offsets, kv_offsets, slot // per_sequence, slot % per_sequence,
                 tl.program_id(0) % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
             )  # fmt: skip
         else:
             _zero_rest(
@@ -110,7 +112,7 @@ def forward_kernel(
                 Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
                 tl.program_id(0) % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
             )  # fmt: skip
     else:
         program = tl.program_id(0)
@@ -132,7 +134,7 @@ def forward_kernel(
                     Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
                     unit % num_heads,
                     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                    KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION,
+                    KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
                 )  # fmt: skip
         if ORDER == "programs" and not SHARED_Q:
             for head in tl.range(0, num_heads):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..registry import Case, Implementation
-from ..triton_common import precision_of, tile_list
+from ..triton_common import describable, descriptors, precision_of, tile_list
 from . import configs
 from .configs import Config, default, has_resident, padded
 from .triton_activations import ACTIVATIONS
@@ -34,6 +34,7 @@ class Options:
     kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n); None: wherever
     the hint allows. Off by default: on an H200 the list of valid tiles is faster (TUNING.md).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
+    tma: what a loop passes over comes by descriptors (True) or by loads (False); None: by descriptors where possible.
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
     fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default as many as fit at once.
     """
@@ -41,6 +42,7 @@ class Options:
     schedule: str = "valid"
     kv_resident: bool | None = False
     backward: str | None = None
+    tma: bool | None = None
     fast_tanh: bool | None = None
     fwd: Config | None = None
     resident: Config | None = None
@@ -113,6 +115,10 @@ def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def _by_descriptor(options, *tensors):
+    return all(describable(x) for x in tensors) if options.tma is None else options.tma
+
+
 def _programs(options, q, config, rows):
     """Persistent programs: as many as fit at once, each with `rows` rows in shared memory and up to 255 registers."""
     shared = max(1, 232448 // (rows * padded(q.shape[-1]) * q.element_size()))
@@ -146,7 +152,7 @@ def forward_with(
     if o.numel() == 0:
         return o
     offsets = kv_offsets if shared else q_offsets
-    pointers = (q, k, v, o, offsets, kv_offsets)
+    pointers = (o, offsets, kv_offsets)
     sizes = (*_strides(q, k, v, o), offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0], num_heads)
     kv_tiles = _resident_tiles(options, head_dim, q.dtype, max_kv_len) if schedule is None else 0
     if kv_tiles:
@@ -160,13 +166,15 @@ def forward_with(
             held = 2 * kv_tiles * resident.block_n + resident.num_stages * resident.block_m
             grid = (_programs(options, q, resident, held),)
         forward_resident_kernel[grid](
-            *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk, ORDER=order,
-            **constants,
+            q, k, v, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk,
+            ORDER=order, **constants,
         )  # fmt: skip
         return o
 
-    config = options.fwd or default("fwd", head_dim, q.dtype)
-    constants = _constants(q, activation, scale, options, config)
+    tma = _by_descriptor(options, k, v)
+    config = options.fwd or default("fwd_tma" if tma else "fwd", head_dim, q.dtype)
+    constants = _constants(q, activation, scale, options, config) | {"TMA": tma}
+    _, keys, values = descriptors(tma, config.block_n, k, v)
     program_offsets = count = offsets
     per_sequence = 1
     if schedule is not None:
@@ -194,8 +202,9 @@ def forward_with(
             held = config.block_m + 2 * config.num_stages * config.block_n
             order, grid = "zigzag", (_programs(options, q, config, held),)
     forward_kernel[grid](
-        *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence, SHARED_Q=shared, ORDER=order, **constants
-    )
+        q, keys, values, *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence, SHARED_Q=shared,
+        ORDER=order, **constants,
+    )  # fmt: skip
     return o
 
 
@@ -220,6 +229,7 @@ def backward_with(
     offsets = kv_offsets if shared else q_offsets
     steps = (offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0])
     scheme = options.backward or "split"
+    tma = _by_descriptor(options, do, q, k, v)  # one answer for both kernels of the split
     if scheme == "owner":
         config = options.owner or default("owner", head_dim, q.dtype)
         single = max_kv_len is not None and max_kv_len <= config.block_n
@@ -234,19 +244,21 @@ def backward_with(
             )  # fmt: skip
     else:
         if dq.numel() and only != "dkdv":
-            config = options.dq or default("dq", head_dim, q.dtype)
+            config = options.dq or default("dq_tma" if tma else "dq", head_dim, q.dtype)
             tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
+            _, keys, values = descriptors(tma, config.block_n, k, v)
             dq_kernel[(bound * num_heads,)](
-                do, q, k, v, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps, num_heads,
-                scale, SHARED_Q=shared, **_constants(q, activation, scale, options, config),
+                do, q, keys, values, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps,
+                num_heads, scale, SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
         if dk.numel() and only != "dq":
-            config = options.dkdv or default("dkdv", head_dim, q.dtype)
+            config = options.dkdv or default("dkdv_tma" if tma else "dkdv", head_dim, q.dtype)
             tiles, count, bound = tile_list(kv_offsets, k.shape[0], config.block_n)
+            _, queries, gradients = descriptors(tma, config.block_m, q, do)
             dkdv_kernel[(bound * num_heads,)](
-                do, q, k, v, dk, dv, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dk, dv), *steps,
-                k.shape[0], num_heads, scale,
-                SHARED_Q=shared, **_constants(q, activation, scale, options, config),
+                gradients, queries, k, v, dk, dv, offsets, kv_offsets, tiles, count,
+                *_strides(do, q, k, v, dk, dv), *steps, k.shape[0], num_heads, scale,
+                SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
     if shared:
         dq = dq.view(num_sequences, *q.shape).sum(0).to(q.dtype)

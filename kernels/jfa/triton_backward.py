@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import to_ragged_indices
 
-from ..triton_common import load_rows, sequence_range, store_rows
-from .triton_forward import bias_bucket, key_range, tile_rows
+from ..triton_common import load_rows, sequence_range, store_rows, tile_rows
+from .triton_forward import bias_bucket, key_range
 
 
 @triton.jit(do_not_specialize=["rows"])

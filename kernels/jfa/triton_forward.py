@@ -11,9 +11,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from ..triton_common import LOG2E, load_rows, precision_of, sequence_range, store_rows, tile_list
+from ..triton_common import (
+    LOG2E,
+    describable,
+    descriptors,
+    load_rows,
+    precision_of,
+    sequence_range,
+    store_rows,
+    tile_list,
+    tile_rows,
+)
 from . import configs
 
 NO_BIAS, RELATIVE, TIME = 0, 1, 2
@@ -28,20 +37,6 @@ def bias_bucket(i, j, t_i, t_j, buckets, BIAS: tl.constexpr):
         distance = tl.abs(t_i - t_j).to(tl.float64) + 1.0
         exponent = (distance.to(tl.int64, bitcast=True) >> 52) - 1023
         return tl.minimum(exponent, buckets - 1).to(tl.int32)
-
-
-@triton.jit
-def tile_rows(source, start, first, head, rows, columns, stride, length,
-              HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
-    """Rows first.. of a sequence, zeros from `length` on: by a descriptor of the whole tensor, in which the sequence
-    begins at row `start`, or by (predicated) loads from `source`, the sequence's first row."""
-    if TMA:
-        place = [tl.cast(first, tl.int32), tl.cast(head, tl.int32), 0]
-        tile = load_ragged(source, tl.cast(start, tl.int32), length, place)
-        return tl.reshape(tile, [BLOCK, BLOCK_D])
-    else:
-        return load_rows(source, first, rows, columns, stride, length, HEAD_DIM, BLOCK_D, MASKED)
 
 
 @triton.jit
@@ -203,21 +198,6 @@ def query_rows(q: torch.Tensor, q_offsets: torch.Tensor | None, kv_offsets: torc
         return q_offsets, q.shape[0]
     batch = kv_offsets.numel() - 1
     return torch.arange(batch + 1, device=q.device, dtype=torch.int64) * q.shape[0], batch * q.shape[0]
-
-
-def describable(x: torch.Tensor) -> bool:
-    """Can the copy engine read x [T, H, D]? 16-bit values, rows and heads 16-byte aligned, 1 <= T <= 2^30."""
-    aligned = x.data_ptr() % 16 == 0 and all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:2])
-    return x.is_cuda and x.element_size() == 2 and aligned and 0 < x.shape[0] <= 2**30
-
-
-def descriptors(tma: bool | None, block: int, *tensors: torch.Tensor) -> tuple:
-    """(use descriptors?, the tensors or descriptors of boxes of `block` rows of one head). tma None: where possible."""
-    if tma is None:
-        tma = all(describable(x) for x in tensors)
-    if not tma:
-        return False, *tensors
-    return True, *(create_ragged_descriptor(x, [block, 1, configs.head_dim_class(x.shape[2])]) for x in tensors)
 
 
 def forward(

@@ -19,7 +19,7 @@ import triton
 from .. import triton_common as common
 from . import configs
 from . import triton_backward as kernels
-from .triton_forward import TIME, bias_arguments, check_scale, describable, descriptors, query_rows
+from .triton_forward import TIME, bias_arguments, check_scale, query_rows
 
 GEMMS = {"atomic": 5, "serial": 5, "recompute": 7, "split": 7, "owner": 5}
 SCHEMES = tuple(GEMMS)
@@ -59,7 +59,7 @@ class _Call:
         self.dv = torch.empty(v.shape, dtype=v.dtype, device=q.device)
         self.delta = torch.empty_like(lse)
         # One answer for both kernels: a sequence's bits must not depend on which of its tensors is aligned.
-        self.tma = all(describable(x) for x in (q, k, v, self.do)) if tma is None else tma
+        self.tma = all(common.describable(x) for x in (q, k, v, self.do)) if tma is None else tma
 
     def flags(self, phase: str, *, tail: bool = True, tma: bool | None = None) -> dict:
         c = configs.select(phase, self.head_dim, self.q.dtype)
@@ -103,7 +103,7 @@ class _Call:
     def query_side(self) -> None:
         flags = self.flags("dq_tma" if self.tma else "dq", tma=self.tma)
         tiles, count, bound = common.tile_list(self.offsets, self.rows, flags["BLOCK_M"])
-        _, k, v = descriptors(self.tma, flags["BLOCK_N"], self.k, self.v)
+        _, k, v = common.descriptors(self.tma, flags["BLOCK_N"], self.k, self.v)
         kernels.dq_kernel[(bound * self.heads,)](
             self.q, k, v, self.o, self.do, self.dq, self.lse, self.delta, tiles, count, self.offsets,
             self.kv_offsets,
@@ -117,8 +117,8 @@ class _Call:
         flags = self.flags(f"{phase}_tma" if self.tma else phase, tail=False, tma=self.tma)
         total = self.k.shape[0]
         tiles, count, bound = common.tile_list(self.kv_offsets, total, flags["BLOCK_N"])
-        _, q, do = descriptors(self.tma, flags["BLOCK_M"], self.q, self.do)
-        _, target = descriptors(dq_mode == 4, flags["BLOCK_M"], scratch)
+        _, q, do = common.descriptors(self.tma, flags["BLOCK_M"], self.q, self.do)
+        _, target = common.descriptors(dq_mode == 4, flags["BLOCK_M"], scratch)
         kernels.dkdv_kernel[(bound * self.heads,)](
             q, self.k, self.v, do, self.dq, target, self.dk, self.dv, self.lse, self.delta, tiles, count,
             self.offsets,

@@ -18,9 +18,19 @@ import triton
 import triton.language as tl
 
 from ..registry import Case, Implementation
-from ..triton_common import LOG2E, load_rows, precision_of, sequence_range, store_rows, tile_list
+from ..triton_common import (
+    LOG2E,
+    describable,
+    descriptors,
+    load_rows,
+    precision_of,
+    sequence_range,
+    store_rows,
+    tile_list,
+    tile_rows,
+)
 from . import configs, triton_schemes
-from .triton_forward import check_scale, describable, descriptors, forward_phase, query_rows, tile_rows
+from .triton_forward import check_scale, forward_phase, query_rows
 
 MASKINGS = ("mask2d", "subtraction", "none")
 DEFAULT_SCHEME = "split"

@@ -98,6 +98,7 @@ def gdpa(phase, shapes, activation="gelu_tanh"):
                 for schedule in ("valid", "zigzag"):
                     resident = phase.startswith("fwd_resident")
                     own = {"resident" if resident else "fwd": config, "kv_resident": resident, "schedule": schedule}
+                    own["tma"] = phase.endswith("_tma")
                     run = partial(triton_gdpa.forward_with, Options(**own), *arguments, **settings)
                     _time(f"{label} {schedule}", run, flops, "TFLOP/s")
             elif phase == "owner":
@@ -105,10 +106,10 @@ def gdpa(phase, shapes, activation="gelu_tanh"):
                 run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings)
                 _time(label, run, 2.5 * flops, "TFLOP/s")
             else:
-                options = Options(**{phase: config}, backward="split")
-                only = {"only": phase}
-                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings, **only)
-                done = 3 if phase == "dq" else 4
+                part = phase.removesuffix("_tma")
+                options = Options(**{part: config}, backward="split", tma=phase != part)
+                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings, only=part)
+                done = 3 if part == "dq" else 4
                 _time(label + f" ({done} GEMMs done)", run, done / 2 * flops, "TFLOP/s")
 
 
@@ -219,6 +220,8 @@ SHORT = ["cross 256, uniform 1024", "cross 128, uniform 1024", "full 256"]
 SWEEPS = {
     "gdpa.fwd": lambda: gdpa("fwd", ["full 1024", "uniform 512"]),
     "gdpa.fwd_short": lambda: gdpa("fwd", [*SHORT, "uniform 256"]),
+    "gdpa.fwd_tma": lambda: gdpa("fwd_tma", ["full 1024", "uniform 512", *SHORT, "uniform 256"]),
+    "gdpa.bwd_tma": lambda: [gdpa(phase, ["uniform 1024", SHORT[0]]) for phase in ("dq_tma", "dkdv_tma", "dq", "dkdv")],
     "gdpa.resident": lambda: (gdpa("fwd_resident_2", [SHORT[0]]), gdpa("fwd_resident_1", [SHORT[1]])),
     "pffn": pffn,
     "gdpa.dq": lambda: gdpa("dq", ["full 1024"]),

@@ -17,7 +17,10 @@ from . import triton_interpreted
 from .triton_offline import compiling
 
 # Local memory a thread may use (bytes): the owner walk reads, adds and writes dq beside two register accumulators.
-MAX_LOCAL = {"fwd": 256, "fwd_resident_1": 256, "fwd_resident_2": 256, "dq": 64, "dkdv": 832, "owner": 1152}
+MAX_LOCAL = {
+    "fwd": 256, "fwd_tma": 256, "fwd_resident_1": 256, "fwd_resident_2": 256, "dq": 64, "dkdv": 832, "dq_tma": 64,
+    "dkdv_tma": 832, "owner": 1152,
+}  # fmt: skip
 SMALL = Config(16, 16, 4, 1, 2)
 SMALL_OPTIONS = {"fwd": SMALL, "resident": SMALL, "dq": SMALL, "dkdv": SMALL, "owner": SMALL}
 SHORT = ("empty_in_the_middle", "all_empty", "no_sequences", "skewed", "cross_no_keys", "cross_no_queries")
@@ -218,6 +221,11 @@ CHECKS = {
     "neighbours owner": lambda: neighbours(Options(backward="owner", **SMALL_OPTIONS)),
     "company": lambda: company(Options(**SMALL_OPTIONS)),
     "company owner": lambda: company(Options(backward="owner", **SMALL_OPTIONS)),
+    "descriptors": lambda: patterns(Options(tma=True, **SMALL_OPTIONS), names=SHORT),
+    "descriptors in a grid": lambda: patterns(Options(tma=True, schedule="grid"), names=("cross_short_keys",)),
+    "descriptors, shared queries": lambda: activations(
+        Options(tma=True, **SMALL_OPTIONS), head_dim=16, kinds=("silu",)
+    ),
     "views": lambda: views(Options()),
     "last column": lambda: one_hot_last_column(Options()),
     "far scores": lambda: far_scores(Options()),
@@ -244,9 +252,10 @@ def compiled(phase, config, head_dim=128, activation="gelu_tanh", dtype=torch.bf
     offsets = torch.empty(9, dtype=torch.int64, device="meta")
     resident = phase.startswith("fwd_resident")
     kv_len = config.block_n * (2 if phase == "fwd_resident_2" else 1)
-    field = "resident" if resident else phase
+    tma = phase.endswith("_tma")
+    field = "resident" if resident else phase.removesuffix("_tma")
     options = Options(
-        kv_resident=resident, backward="owner" if phase == "owner" else "split", fast_tanh=True,
+        kv_resident=resident, backward="owner" if phase == "owner" else "split", fast_tanh=True, tma=tma,
         **{field: config},
     )  # fmt: skip
     settings = {"activation": activation, "scale": 1.0, "max_kv_len": kv_len}
@@ -255,7 +264,7 @@ def compiled(phase, config, head_dim=128, activation="gelu_tanh", dtype=torch.bf
             forward_with(options, rows, rows, rows, offsets, offsets, **settings)
         else:
             backward_with(options, rows, rows, rows, rows, offsets, offsets, **settings)
-    name = "forward_resident_kernel" if resident else {"fwd": "forward_kernel"}.get(phase, f"{phase}_kernel")
+    name = "forward_resident_kernel" if resident else {"fwd": "forward_kernel"}.get(field, f"{field}_kernel")
     return next(kernel for kernel in found if kernel.name == name)
 
 
