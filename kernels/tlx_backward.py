@@ -22,6 +22,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.language.extra.tlx.warp_spec import get_bufidx_phase
 
+from .tlx_activations import value_and_slope, value_factor
+from .tlx_backward_tiles import backward_tiles_kernel, finish_kernel
 from .tlx_common import (
     add_ragged,
     kept,
@@ -44,47 +46,15 @@ class Config:
 
     q_stages: int = 2
     registers: int = 240
-
-
-@triton.jit
-def _tanh(x):
-    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def value_and_slope(s, scale, ACTIVATION: tl.constexpr):
-    """(act(x) / value_factor(scale), act'(x)) at x = scale * s."""
-    if ACTIVATION == "relu":
-        x = s * scale
-        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
-    elif ACTIVATION == "gelu_taylor6":
-        square = scale * scale
-        c2 = 0.3989422804014327 * scale
-        c4 = -0.06649038006690545 * scale * square
-        c6 = 0.009973557010035818 * scale * square * square
-        y = s * s
-        value = tl.fma(tl.fma(tl.fma(y, 2.0 * c6, 2.0 * c4), y, 2.0 * c2), y, s)
-        slope = tl.fma(tl.fma(tl.fma(y, 6.0 * c6, 4.0 * c4), y, 2.0 * c2), s, 0.5)
-        return value, slope
-    elif ACTIVATION == "silu":
-        u = s * (0.5 * scale)
-        t = _tanh(u)
-        return tl.fma(s, t, s), tl.fma(t, 0.5, 0.5) * tl.fma(u, 1.0 - t, 1.0)
-    else:  # gelu_tanh
-        a = 0.7978845608028654 * scale
-        y = s * s
-        t = _tanh(s * tl.fma(y, a * 0.044715 * scale * scale, a))
-        g = tl.fma(y, 0.5 * a * 0.134145 * scale * scale, 0.5 * a)
-        return tl.fma(s, t, s), tl.fma(s * g, tl.fma(-t, t, 1.0), tl.fma(t, 0.5, 0.5))
-
-
-@triton.jit
-def value_factor(scale, ACTIVATION: tl.constexpr):
-    """What value_and_slope leaves out of the value; dV is linear in it."""
-    if ACTIVATION == "relu" or ACTIVATION == "softmax":
-        return 1.0
-    else:
-        return 0.5 * scale
+    scheme: str = "owner"
+    k_stages: int = 2
+    v_stages: int = 1
+    resident: bool = False
+    spare: int = 24
+    owner: bool = False
+    pingpong: int = 0
+    lean: bool = False
+    final: bool = False
 
 
 @triton.jit
@@ -289,6 +259,15 @@ def round_kernel(sums, dq, units, width, QUERIES: tl.constexpr, TILE: tl.constex
             )
 
 
+TILES = Config(scheme="tiles")
+DEFAULT = Config()
+
+
+def default_config(dense_rows: int | None) -> Config:
+    """By what every sequence of a call shares, never by a batch's lengths."""
+    return Config() if dense_rows is not None and dense_rows <= QUERY_ROWS else DEFAULT
+
+
 def unit_table(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> torch.Tensor:
     """int32 [B + 2, 8]: (first q row, q rows, first kv row, kv rows, first output row), the most pairs first.
 
@@ -324,6 +303,37 @@ def unit_table(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> torch.Tensor
     return table
 
 
+def unit_list(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Units as a table of backward_tiles_kernel, the most pairs first: (int32 [B + 2, 8], int32 [1] = B + 2).
+
+    Columns: first kv row, kv rows, first q row, q rows, first output row, key tiles before it, its key tiles, its
+    first counter.
+    """
+    units = unit_table(q_offsets, kv_offsets, q_rows, kv_rows).long()
+    tiles = (units[:, 3] + (KEY_ROWS - 1)) // KEY_ROWS
+    # Counters of a sequence begin where no other sequence's, in whatever order they lie in memory, can reach.
+    by_rows = torch.argsort(units[:, 4], stable=True)
+    place = torch.empty_like(by_rows)
+    place[by_rows] = torch.arange(by_rows.numel(), device=by_rows.device)
+    columns = [units[:, 2], units[:, 3], units[:, 0], units[:, 1], units[:, 4], torch.cumsum(tiles, 0) - tiles, tiles]
+    rows = torch.stack([*columns, units[:, 4] // QUERY_ROWS + place], 1).to(torch.int32)
+    return rows.contiguous(), torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+
+
+def tile_list(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles of KEY_ROWS keys, those with the most queries first, as (table int32 [slots, 8], their number int32 [1]).
+
+    The rows of unit_list, one a tile. slots is an upper bound that follows from shapes alone.
+    """
+    rows, _ = unit_list(q_offsets, kv_offsets, q_rows, kv_rows)
+    rows = rows[torch.argsort(rows[:, 3], descending=True, stable=True)]
+    ends = torch.cumsum(rows[:, 6], 0, dtype=torch.int32)
+    rows[:, 5] = ends - rows[:, 6]
+    slots = max((kv_rows + rows.shape[0] * (KEY_ROWS - 1)) // KEY_ROWS, 1)
+    index = torch.searchsorted(ends, torch.arange(slots, dtype=torch.int32, device=ends.device), right=True)
+    return rows[index.clamp_(max=rows.shape[0] - 1)].contiguous(), ends[-1:]
+
+
 def backward_with(
     config: Config, do, q, k, v, q_offsets, kv_offsets, *, activation: str, scale: float, lse=None, delta=None
 ):
@@ -347,42 +357,123 @@ def backward_with(
     else:
         units = kept(unit_table, q_offsets, kv_offsets, q.shape[0], k.shape[0])
         statistics = sums if lse is None else lse
-        backward_kernel[(min(num_sms(q.device), units.shape[0] * heads),)](
-            ragged_descriptor(q, QUERY_ROWS),
-            ragged_descriptor(do, QUERY_ROWS),
-            ragged_descriptor(k, 64),
-            ragged_descriptor(v, 64),
-            ragged_descriptor(dk, 64),
-            ragged_descriptor(dv, 64),
-            ragged_descriptor(do if dense else dq, QUERY_ROWS, head_dim // 2),
-            ragged_descriptor(sums, QUERY_ROWS, head_dim // 2),
+        launch = launch_tiles if config.scheme == "tiles" else launch_owner
+        launch(
+            config,
+            do,
+            q,
+            k,
+            v,
+            dq,
+            dk,
+            dv,
+            sums,
+            q_offsets,
+            kv_offsets,
+            units,
+            activation,
+            scale,
             statistics,
             statistics if delta is None else delta,
-            statistics.stride(0),
-            units,
-            units.shape[0],
-            heads,
-            scale,
-            HEAD_DIM=head_dim,
-            Q_STAGES=config.q_stages,
-            REGISTERS=config.registers,
-            ACTIVATION=activation,
-            DIRECT=not dense,
-            num_warps=4,
-            num_stages=1,
         )
-        if not dense:
-            width = heads * head_dim
-            round_kernel[(units.shape[0], 16)](
-                sums,
-                dq,
-                units,
-                width,
-                QUERIES=QUERY_ROWS,
-                TILE=KEY_ROWS,
-                COLUMNS=triton.next_power_of_2(width),
-                num_warps=8,
-            )
     if dense:
         dq = sums.view(-1, q.shape[0], heads, head_dim).sum(0).to(q.dtype)
     return dq, dk, dv
+
+
+def launch_owner(config, do, q, k, v, dq, dk, dv, sums, q_offsets, kv_offsets, units, activation, scale, lse, delta):
+    """backward_kernel over (sequence, head) owners."""
+    heads, head_dim = q.shape[1:]
+    dense = q_offsets is None
+    backward_kernel[(min(num_sms(q.device), units.shape[0] * heads),)](
+        ragged_descriptor(q, QUERY_ROWS),
+        ragged_descriptor(do, QUERY_ROWS),
+        ragged_descriptor(k, 64),
+        ragged_descriptor(v, 64),
+        ragged_descriptor(dk, 64),
+        ragged_descriptor(dv, 64),
+        ragged_descriptor(do if dense else dq, QUERY_ROWS, head_dim // 2),
+        ragged_descriptor(sums, QUERY_ROWS, head_dim // 2),
+        lse,
+        delta,
+        lse.stride(0),
+        units,
+        units.shape[0],
+        heads,
+        scale,
+        HEAD_DIM=head_dim,
+        Q_STAGES=config.q_stages,
+        REGISTERS=config.registers,
+        ACTIVATION=activation,
+        DIRECT=not dense,
+        num_warps=4,
+        num_stages=1,
+    )
+    if not dense:
+        width = heads * head_dim
+        round_kernel[(units.shape[0], 16)](
+            sums,
+            dq,
+            units,
+            width,
+            QUERIES=QUERY_ROWS,
+            TILE=KEY_ROWS,
+            COLUMNS=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+
+
+def launch_tiles(config, do, q, k, v, dq, dk, dv, sums, q_offsets, kv_offsets, units, activation, scale, lse, delta):
+    """backward_tiles_kernel over key tiles."""
+    heads, head_dim = q.shape[1:]
+    dense = q_offsets is None
+    build = unit_list if config.owner else tile_list
+    table, count = kept(build, q_offsets, kv_offsets, q.shape[0], k.shape[0])
+    slots = do.shape[0] // QUERY_ROWS + units.shape[0] + 1
+    counters = torch.zeros((2 * heads, slots), dtype=torch.int32, device=q.device)
+    backward_tiles_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
+        ragged_descriptor(q, QUERY_ROWS),
+        ragged_descriptor(do, QUERY_ROWS),
+        ragged_descriptor(k, 64),
+        ragged_descriptor(v, 64),
+        ragged_descriptor(dk, 64),
+        ragged_descriptor(dv, 64),
+        ragged_descriptor(do if dense else dq, QUERY_ROWS, head_dim // 2),
+        ragged_descriptor(sums, QUERY_ROWS, head_dim // 2),
+        lse,
+        delta,
+        lse.stride(0),
+        table,
+        count,
+        counters,
+        counters.stride(0),
+        heads,
+        scale,
+        HEAD_DIM=head_dim,
+        Q_STAGES=config.q_stages,
+        K_STAGES=config.k_stages,
+        V_STAGES=config.v_stages,
+        RESIDENT=config.resident,
+        REGISTERS=config.registers,
+        SPARE=config.spare,
+        ACTIVATION=activation,
+        DIRECT=not dense,
+        FINAL=config.final and not dense,
+        OWNER=config.owner,
+        PINGPONG=config.pingpong,
+        LEAN=config.lean,
+        num_warps=4,
+        num_stages=1,
+    )
+    width = heads * head_dim
+    finish_kernel[(units.shape[0], 16)](
+        sums,
+        sums if dense else dq,
+        units,
+        width,
+        TILE=KEY_ROWS,
+        COLUMNS=triton.next_power_of_2(width),
+        DENSE=dense,
+        FINAL=config.final,
+        num_warps=8,
+    )

@@ -336,7 +336,15 @@ def backward(do, q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len
             schedule=None,
         )
     return tlx_backward.backward_with(
-        tlx_backward.Config(), do, q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale
+        tlx_backward.default_config(q.shape[0] if q_offsets is None else None),
+        do,
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        activation=activation,
+        scale=scale,
     )
 
 

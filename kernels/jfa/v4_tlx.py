@@ -378,7 +378,7 @@ def backward(
     heads, head_dim = q.shape[1:]
     o, do = o.reshape(-1, heads, head_dim), do.reshape(-1, heads, head_dim)
     grads = tlx_backward.backward_with(
-        tlx_backward.Config(),
+        tlx_backward.default_config(q.shape[0] if q_offsets is None else None),
         do,
         q,
         k,

@@ -4,6 +4,10 @@ Needs fbtriton in place of stock Triton (envs/gpu-tlx.txt). 1,000 random batches
     pytest -m "gpu and slow" tests/gpu/test_tlx_gpu.py
 """
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -174,7 +178,18 @@ def test_suspects(op, impl, lengths, other, heads, dim):
 
 
 @pytest.mark.slow
-def test_a_thousand_random_batches():
+def test_ten_thousand_launches_do_not_hang():
+    """In a process of its own, so that a kernel that waits for ever is a failure and not the end of the run."""
+    command = [sys.executable, "-m", "tests.gpu.sanitize", "--launches", "10000"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    assert done.stdout.splitlines()[-1] == "10000 launches"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_random_batches(part):
+    """The same thousand whoever runs them: every tenth, so that ten processes can share the work."""
     g = torch.Generator().manual_seed(7)
     for case in range(1000):
         batch = int(torch.randint(1, 9, (1,), generator=g))
@@ -182,6 +197,8 @@ def test_a_thousand_random_batches():
         lengths = torch.randint(0, high + 1, (batch,), generator=g).tolist()
         other = torch.randint(0, high + 1, (batch,), generator=g).tolist() if case % 3 == 1 else None
         heads, dim = int(torch.randint(1, 9, (1,), generator=g)), (64, 128)[case % 2]
+        if case % 10 != part:
+            continue
         tensors = inputs(lengths, other, heads, dim, seed=case)
         try:
             if case % 2:
