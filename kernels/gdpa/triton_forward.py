@@ -150,7 +150,7 @@ def _resident_chunk(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
+    TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head = head.to(tl.int64)
     if slot < tl.load(count):
@@ -162,7 +162,8 @@ def _resident_chunk(
         offs_m = tl.arange(0, BLOCK_M)
         offs_n = tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)
-        q_base = Q + q_start * sq_t + head * sq_h
+        if not TMA:
+            Q += q_start * sq_t + head * sq_h
         k_base = K + k_start * sk_t + head * sk_h
         v_base = V + k_start * sv_t + head * sv_h
         o_base = O + o_start * so_t + head * so_h
@@ -177,7 +178,7 @@ def _resident_chunk(
         known = tl.where(k_len > 0, q_len, 0)
         for m in tl.range(0, rows, BLOCK_M, num_stages=STAGES):
             first = chunk + m
-            q = load_rows(q_base, first, offs_m, offs_d, sq_t, known, HEAD_DIM, BLOCK_D, True)
+            q = tile_rows(Q, q_start, first, head, offs_m, offs_d, sq_t, known, HEAD_DIM, BLOCK_M, BLOCK_D, TMA, True)
             s = tl.dot(q, tl.trans(k0), input_precision=PRECISION)
             if SCALED:
                 s = s * scale
@@ -198,7 +199,7 @@ def forward_resident_kernel(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    KV_TILES: tl.constexpr, CHUNK: tl.constexpr, ORDER: tl.constexpr,
+    TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """All keys of a sequence (<= KV_TILES * BLOCK_N) stay on chip; the software pipeline runs over query tiles.
 
@@ -210,7 +211,8 @@ def forward_resident_kernel(
         _resident_chunk(
             Q, K, V, O, q_offsets, kv_offsets, tiles, count, program // num_heads, program % num_heads,
             sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, KV_TILES, CHUNK,
+            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, KV_TILES,
+            CHUNK,
         )  # fmt: skip
     else:
         for item in tl.range(0, (tl.load(count) * num_heads + programs - 1) // programs, num_stages=1):
@@ -218,5 +220,6 @@ def forward_resident_kernel(
             _resident_chunk(
                 Q, K, V, O, q_offsets, kv_offsets, tiles, count, unit // num_heads, unit % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, KV_TILES, CHUNK,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, KV_TILES,
+            CHUNK,
             )  # fmt: skip

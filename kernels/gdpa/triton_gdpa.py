@@ -165,9 +165,10 @@ def forward_with(
             tiles, order = _by_work(tiles, count, bound, kv_offsets), "zigzag"
             held = 2 * kv_tiles * resident.block_n + resident.num_stages * resident.block_m
             grid = (_programs(options, q, resident, held),)
+        tma, queries = descriptors(_by_descriptor(options, q), resident.block_m, q)
         forward_resident_kernel[grid](
-            q, k, v, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, KV_TILES=kv_tiles, CHUNK=chunk,
-            ORDER=order, **constants,
+            queries, k, v, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, TMA=tma, KV_TILES=kv_tiles,
+            CHUNK=chunk, ORDER=order, **constants,
         )  # fmt: skip
         return o
 

@@ -98,7 +98,7 @@ def gdpa(phase, shapes, activation="gelu_tanh"):
                 for schedule in ("valid", "zigzag"):
                     resident = phase.startswith("fwd_resident")
                     own = {"resident" if resident else "fwd": config, "kv_resident": resident, "schedule": schedule}
-                    own["tma"] = phase.endswith("_tma")
+                    own["tma"] = resident or phase.endswith("_tma")
                     run = partial(triton_gdpa.forward_with, Options(**own), *arguments, **settings)
                     _time(f"{label} {schedule}", run, flops, "TFLOP/s")
             elif phase == "owner":

@@ -215,6 +215,7 @@ CHECKS = {
     "activations": lambda: activations(Options(**SMALL_OPTIONS)),
     "activations owner": lambda: activations(Options(backward="owner", **SMALL_OPTIONS)),
     "resident": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None), 16),
+    "resident by descriptors": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None, tma=True), 16),
     "lying hint": lambda: lying_hint(Options(**SMALL_OPTIONS, kv_resident=None), 16),
     "host schedule": lambda: host_schedule(Options(**SMALL_OPTIONS), 16),
     "neighbours": lambda: neighbours(Options(**SMALL_OPTIONS)),
