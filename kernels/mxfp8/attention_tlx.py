@@ -42,13 +42,15 @@ from .hopper_attention import TILE, Operands, padded_starts
 
 @dataclass(frozen=True)
 class Config:
-    """GROUPS x 64 query rows, kv_stages key/value buffers, q_stages query buffers, registers of a consumer thread."""
+    """GROUPS x 64 query rows, kv_stages key/value buffers, q_stages query buffers (two or more of each), registers of a
+    consumer thread."""
 
     groups: int = 2
     kv_stages: int = 2
     q_stages: int = 2
     registers: int = 240
     pingpong: bool = True
+    overlap: bool = False  # elementwise work runs beside the value product: more registers
     apart: bool = False  # the score product only after the value product before it: fewer registers
 
 
@@ -168,6 +170,12 @@ def _packed(x):
 
 
 @triton.jit
+def pinned(x):
+    """x, computed before what follows in the program."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def exponent_of(scale):
     """Biased exponent of a power of two, int32; 0 for the smallest scale, which is a subnormal."""
     return scale.to(tl.int32, bitcast=True) >> 23
@@ -182,10 +190,8 @@ def thread_sums(p, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def row_maximum(s, BLOCK_N: tl.constexpr):
-    """Largest of a row, in many short chains: one chain of dependent instructions a row would set the pace."""
-    part = tl.max(tl.reshape(s, [64, 4, BLOCK_N // 4]), 1)
-    part = tl.max(tl.reshape(part, [64, BLOCK_N // 32, 8]), 1)
-    return tl.max(part, 1)
+    """Largest of a row, in two chains a thread and row: one chain of dependent instructions would set the pace."""
+    return tl.max(tl.max(tl.reshape(s, [64, BLOCK_N // 8, 8]), 1), 1)
 
 
 @triton.jit
@@ -308,9 +314,11 @@ def attention8_kernel(
     REGISTERS: tl.constexpr,
     PINGPONG: tl.constexpr,
     APART: tl.constexpr,
+    OVERLAP: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FINE: tl.constexpr,
 ):
+    tl.static_assert(KV_STAGES > 1 and Q_STAGES > 1, "consumers wait for the next keys before they free a buffer")
     ROWS: tl.constexpr = 64
     BLOCK_N: tl.constexpr = 128
     BLOCK_M: tl.constexpr = ROWS * GROUPS
@@ -389,6 +397,8 @@ def attention8_kernel(
                 blocks = tl.maximum((kv_size + BLOCK_N - 1) // BLOCK_N, 1)
                 v_place = v_scale + first_tile.to(tl.int64) * v_stride + head * HEAD_DIM
                 k_place = k_scale + head.to(tl.int64) * k_stride + first_tile * BLOCK_N
+                k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
+                tlx.barrier_wait(k_full[k_stage], k_phase)
                 for j in range(1, blocks):
                     k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
                     v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
@@ -398,32 +408,47 @@ def attention8_kernel(
                     else:
                         vs = 1.0
                     p8 = operand(p, BLOCK_N)
-                    tlx.barrier_wait(k_full[k_stage], k_phase)
                     tlx.barrier_wait(v_full[v_stage], v_phase)
                     take_turn(cid, PINGPONG)
+                    if OVERLAP:
+                        s = score_product(q_buffers[q_stage * GROUPS + cid], k_buffers[k_stage], HEAD_DIM, BLOCK_N)
                     part = tlx.async_dot(p8, tlx.local_trans(v_buffers[v_stage]))
                     if APART:
                         part = tlx.async_dot_wait(0, part)
                         tlx.barrier_arrive(v_empty[v_stage], 1)
                         acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
-                    s = score_product(q_buffers[q_stage * GROUPS + cid], k_buffers[k_stage], HEAD_DIM, BLOCK_N)
+                    if not OVERLAP:
+                        s = score_product(q_buffers[q_stage * GROUPS + cid], k_buffers[k_stage], HEAD_DIM, BLOCK_N)
                     pass_turn(cid, PINGPONG)
                     new_fade = 1.0
                     if not FINE:
                         ks, v_top, shift, new_fade = tile_scales(
                             k_scale, v_scale, first_tile + j, head, k_stride, v_stride, v_top
                         )  # fmt: skip
-                    if not APART:
+                    if OVERLAP:
+                        s = tlx.async_dot_wait(1, s)
+                        tlx.barrier_arrive(k_empty[k_stage], 1)
+                    elif not APART:
                         # The value product is promoted while the score product runs: three tiles of registers, not
                         # four.
                         part = tlx.async_dot_wait(1, part)
                         tlx.barrier_arrive(v_empty[v_stage], 1)
                         acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
-                    s = tlx.async_dot_wait(0, s)
-                    tlx.barrier_arrive(k_empty[k_stage], 1)
+                    if not OVERLAP:
+                        s = tlx.async_dot_wait(0, s)
+                        tlx.barrier_arrive(k_empty[k_stage], 1)
                     p, m, new_alpha, row_sum = weights(
                         s, ks, factor, m, shift, j * BLOCK_N, kv_size, BLOCK_N, ACTIVATION, FINE
                     )  # fmt: skip
+                    k_count += 1
+                    k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
+                    if OVERLAP:
+                        p = pinned(p)
+                    tlx.barrier_wait(k_full[k_stage], k_phase)
+                    if OVERLAP:
+                        part = tlx.async_dot_wait(0, part)
+                        tlx.barrier_arrive(v_empty[v_stage], 1)
+                        acc = added(acc, part, vs, alpha, fade, ACTIVATION, FINE)
                     if ACTIVATION == "softmax":
                         l = l * new_alpha[:, None] + row_sum
                         if FINE:
@@ -434,7 +459,6 @@ def attention8_kernel(
                         alpha = new_alpha
                         fade = new_fade
                     v_place += v_stride
-                    k_count += 1
                     v_count += 1
                 # Last value product of this tile, together with the first score product of the next one.
                 out_row = row + cid * ROWS
@@ -462,12 +486,9 @@ def attention8_kernel(
                 next_stage, next_phase = get_bufidx_phase(i + 1, Q_STAGES)
                 k_stage, k_phase = get_bufidx_phase(k_count, KV_STAGES)
                 v_stage, v_phase = get_bufidx_phase(v_count, KV_STAGES)
-                if Q_STAGES == 1:
-                    tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
                 p8 = operand(p, BLOCK_N)
                 tlx.barrier_wait(v_full[v_stage], v_phase)
                 tlx.barrier_wait(q_full[next_stage * GROUPS + cid], next_phase)
-                tlx.barrier_wait(k_full[k_stage], k_phase)
                 take_turn(cid, PINGPONG)
                 part = tlx.async_dot(p8, tlx.local_trans(v_buffers[v_stage]))
                 if APART:
@@ -493,8 +514,7 @@ def attention8_kernel(
                     tl.store(lse_row + rows, tl.where(old_l > 0, log_sum, float("inf")), mask=rows < out_size)
                 s = tlx.async_dot_wait(0, s)
                 tlx.barrier_arrive(k_empty[k_stage], 1)
-                if Q_STAGES > 1:
-                    tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
+                tlx.barrier_arrive(q_empty[q_stage * GROUPS + cid], 1)
                 m = tl.zeros([ROWS], tl.float32) - float("inf")
                 p, m, alpha, l = weights(s, ks, factor, m, shift, 0, kv_size, BLOCK_N, ACTIVATION, FINE)
                 fade = 1.0
@@ -549,6 +569,7 @@ def forward_with(
         REGISTERS=config.registers,
         PINGPONG=config.pingpong and config.groups == 2,
         APART=config.apart,
+        OVERLAP=config.overlap and not fine,
         ACTIVATION=activation,
         FINE=fine,
         num_warps=4,
