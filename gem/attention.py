@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from gem.config import RotaryMode, SelfAttention
-from kernels import block_attention, gdpa, jagged_attention, mxfp8
+from kernels import gdpa, jagged_attention, mxfp8
+from kernels.block_attention import block_attention_qkv
 from kernels.jagged import row_ids
 from kernels.rotary import Rotary, apply_rotary_qkv
 
@@ -95,23 +96,17 @@ def self_attention(
 
 
 def _self_attention(qkv, events: Events, kind, window, block_size, rotary, impl, block_impl, recipe) -> torch.Tensor:
-    fused = rotary is RotaryMode.FUSED
-    inside = fused and kind is SelfAttention.BLOCK
-    if inside:
-        q, k, v = qkv.unbind(-3)
-    elif fused:
-        q, k, v = apply_rotary_qkv(qkv, events.cos, events.sin)
-    else:
-        q, k, v = rotate(qkv.flatten(-3, -2), events.cos, events.sin).view(qkv.shape).unbind(-3)
+    fused, block = rotary is RotaryMode.FUSED, kind is SelfAttention.BLOCK
+    if not fused:
+        qkv = rotate(qkv.flatten(-3, -2), events.cos, events.sin).view(qkv.shape)
+    tables = Rotary(events.cos, events.sin) if fused else None
+    if block and events.mask is None and recipe is None:
+        return block_attention_qkv(qkv, events.offsets, block_size=block_size, rotary=tables, impl=block_impl)
+    q, k, v = apply_rotary_qkv(qkv, events.cos, events.sin) if fused and not block else qkv.unbind(-3)
     if events.mask is not None:
         return _padded_self(q, k, v, events.mask, kind, window, block_size)
-    if kind is SelfAttention.BLOCK:
-        tables = Rotary(events.cos, events.sin) if inside else None
-        if recipe is not None:
-            return mxfp8.block_attention_mx(
-                q, k, v, events.offsets, block_size=block_size, rotary=tables, recipe=recipe
-            )
-        return block_attention(q, k, v, events.offsets, block_size=block_size, rotary=tables, impl=block_impl)
+    if block:
+        return mxfp8.block_attention_mx(q, k, v, events.offsets, block_size=block_size, rotary=tables, recipe=recipe)
     window = window if kind is SelfAttention.WINDOW else None
     if recipe is not None:
         return mxfp8.jagged_attention_mx(q, k, v, events.offsets, window=window, recipe=recipe)

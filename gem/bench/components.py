@@ -25,9 +25,10 @@ _ATTENTION = re.compile(
 )
 # operator of ours -> component; of pffn, which is norms around GDPA, the kernels tell
 _OURS = {
-    "jagged_attention": "attention", "block_attention": "attention", "mx_attention": "attention", "gdpa": "gdpa",
-    "norm": "norm", "norm_rotary": "norm", "rotary": "elementwise", "mx_linear": "gemm", "pad": "copies",
-    "unpad": "copies", "concatenate": "copies", "split": "copies",
+    "jagged_attention": "attention", "block_attention": "attention", "block_attention_qkv": "attention",
+    "mx_attention": "attention", "gdpa": "gdpa", "norm": "norm", "norm_rotary": "norm", "rotary": "elementwise",
+    "rotary_qkv": "elementwise", "mx_linear": "gemm", "pad": "copies", "unpad": "copies", "concatenate": "copies",
+    "split": "copies",
 }  # fmt: skip
 _PFFN_NORM = re.compile(r"enter|leave|norm", re.I)
 _ANNOTATION = re.compile(r"^(ProfilerStep|##|Torch-Compiled|CompiledFunction|Optimizer\.|PrefetchStep)")

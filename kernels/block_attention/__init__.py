@@ -2,5 +2,6 @@
 
 from ..rotary.api import Rotary
 from .api import REGISTRY, block_attention
+from .packed import block_attention_qkv
 
-__all__ = ["REGISTRY", "Rotary", "block_attention"]
+__all__ = ["REGISTRY", "Rotary", "block_attention", "block_attention_qkv"]

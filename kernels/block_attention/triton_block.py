@@ -91,9 +91,9 @@ def forward_with(config, q, k, v, offsets, *, block_size, scale, rotary):
     return o
 
 
-def backward_with(config, do, q, k, v, offsets, *, block_size, scale, rotary):
-    """Block attention backward with an explicit `Config` (None: the default)."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+def backward_with(config, do, q, k, v, offsets, *, block_size, scale, rotary, out=None):
+    """Block attention backward with an explicit `Config` (None: the default). out: where dq, dk, dv go, strided."""
+    dq, dk, dv = out or [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     if dq.numel():
         tensors = (do, q, k, v, dq, dk, dv)
         _launch(backward_kernel, config or _config("bwd", q, rotary), tensors, q, offsets, block_size, scale, rotary)
@@ -110,9 +110,9 @@ def forward(q, k, v, offsets, *, block_size, scale, rotary):
     return forward_with(None, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary)
 
 
-def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary):
+def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary, out=None):
     """(dq, dk, dv) in the inputs' types. o is not needed: D is formed from the block's own weights."""
-    return backward_with(None, do, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary)
+    return backward_with(None, do, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary, out=out)
 
 
 def unsupported(case: Case) -> str | None:

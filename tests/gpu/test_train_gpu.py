@@ -148,3 +148,29 @@ def test_packed_rotary_writes_one_gradient(poison):
         results.append([*outputs, x.grad])
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, rtol=1.6e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("impl", ["triton", "tlx"])
+def test_packed_block_attention_writes_one_gradient(impl, poison):
+    """Rows and gradient of a packed buffer against the op on three views, rows past the end included."""
+    from kernels import Rotary, block_attention
+    from kernels.block_attention import REGISTRY, block_attention_qkv
+    from kernels.registry import Case
+
+    x = torch.randn(1301, 3, 4, 128, device=GPU, dtype=torch.bfloat16)
+    if reason := REGISTRY.why_not(impl, Case.of(x[:, 0], features=frozenset({"rotary"}))):
+        pytest.skip(f"{impl}: {reason}")
+    offsets = torch.tensor([0, 1, 1, 300, 364, 1290], device=GPU, dtype=torch.int32)
+    angle = torch.randn(1301, 64, device=GPU)
+    tables = Rotary(angle.cos(), angle.sin())
+    results = []
+    for packed in (True, False):
+        own = x.detach().requires_grad_()
+        if packed:
+            o = block_attention_qkv(own, offsets, rotary=tables, impl=impl)
+        else:
+            o = block_attention(*own.unbind(1), offsets, rotary=tables, impl=impl)
+        o.backward(torch.linspace(-1, 1, o.numel(), device=GPU).view(o.shape).to(o.dtype))
+        results.append((o.detach(), own.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert not results[0][1][1290:].any()

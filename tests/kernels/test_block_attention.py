@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import Rotary, block_attention, explain, flops
+from kernels.block_attention import block_attention_qkv
 from kernels.block_attention.eager import blocks
 from kernels.jagged import lengths_to_offsets
 from kernels.rotary import apply_rotary
@@ -404,3 +405,33 @@ def test_bad_arguments_say_what_is_allowed():
 def test_explain_names_the_choice():
     x = torch.randn(4, 2, 8)
     assert "block_attention: eager <- chosen" in explain(block_attention, x, x, x, offsets(4))
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_packed_buffer_gives_the_same_rows_and_one_gradient(rotary):
+    """Rows, gradients and what lies past the end, against the op on three views."""
+    offsets = torch.tensor([0, 70, 70, 75, 140])
+    wide = torch.randn(150, 4, 2, 8, dtype=torch.float64)
+    angle = torch.randn(150, 4)
+    tables = Rotary(angle.cos(), angle.sin()) if rotary else None
+    weight = torch.randn(150, 2, 8, dtype=torch.float64)
+    results = []
+    for packed in (True, False):
+        x = wide[:, :3].detach().requires_grad_()
+        if packed:
+            o = block_attention_qkv(x, offsets, rotary=tables, impl="eager")
+        else:
+            o = block_attention(*x.unbind(1), offsets, rotary=tables, impl="eager")
+        (o * weight).sum().backward()
+        results.append((o.detach(), x.grad))
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    assert not results[0][1][140:].any()
+    own = wide[:, :3].contiguous().requires_grad_()
+    parts = (offsets, 64, 0.3, *((tables.cos, tables.sin) if rotary else (None, None)), True, "qkv" if rotary else "")
+    torch.library.opcheck(torch.ops.gem_kernels.block_attention_qkv, (own, *parts, "eager"))
+    done = torch.randn(150, 2, 8, dtype=torch.float64)
+    backward = torch.ops.gem_kernels.block_attention_qkv_backward
+    torch.library.opcheck(backward, (done, own.detach(), done, *parts, "eager"))
+    with pytest.raises(ValueError, match="block_attention: qkv is of shape"):
+        block_attention_qkv(wide, offsets)
