@@ -87,6 +87,14 @@ def test_eight_ranks_follow_one_process(folder, out, wanted, two):
             is_exact(found[name])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_layers_follow_one_process(folder, wanted):
+    for found in launch.spawn(2, checks.compiled, arguments=(folder, wanted[0]), timeout_s=600):
+        is_exact(found["fsdp"])
+        is_exact(found["expert"])
+
+
 def whole_bytes(wanted: dict) -> tuple[int, int]:
     """(experts, the other dense parameters) of one process in bytes, padding of shards aside."""
     sizes = {name: value.nbytes for name, value in wanted["params"].items() if ".tables." not in name}
