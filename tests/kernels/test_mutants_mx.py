@@ -23,10 +23,12 @@ from tests.gem import test_precision as on_precision
 from tests.kernels import test_bounds as on_bounds
 from tests.kernels import test_mxfp8 as on_mx
 from tests.kernels import test_mxfp8_attention as on_attention
+from tests.kernels import test_mxfp8_hopper as on_hopper
 from tests.kernels import test_mxfp8_linear as on_linear
 
-formats, quantize, linear, attention = (
-    sys.modules[f"kernels.mxfp8.{name}"] for name in ("formats", "quantize", "linear", "attention")
+formats, quantize, linear, attention, hopper, operands = (
+    sys.modules[f"kernels.mxfp8.{name}"]
+    for name in ("formats", "quantize", "linear", "attention", "hopper", "hopper_attention")
 )
 RCEIL, SQUARE = mxfp8.RECIPES["rceil"], mxfp8.Recipe(attention_block=(32, 32))
 
@@ -185,6 +187,28 @@ MUTANTS = [
     Mutant(
         "skip_last_ignored", precision, "_late_layers", "if count == 0:", "if True:",
         lambda: on_precision.test_the_row_says_what_changes("mx_full", "late_bf16", 2, 2),
+    ),
+    Mutant(
+        "hopper_padding_not_zero", hopper, "_quantize", "pad(values, (0, 0, 0, data.shape[0] - x.shape[0]))",
+        "pad(values, (0, 0, 0, data.shape[0] - x.shape[0]), value=1.0)",
+        on_hopper.test_layouts_are_what_the_product_reads,
+    ),
+    Mutant(
+        "hopper_seed_ignored", hopper, "dgrad", "seed=_seed(recipe, dy)", "seed=None",
+        on_hopper.test_stochastic_gradients_are_unbiased_and_follow_the_seed,
+    ),
+    Mutant(
+        "keys_in_plain_order", operands, "key_order", ".permute(0, 2, 1, 3)", "",
+        on_hopper.test_operands_follow_sequences,
+    ),
+    Mutant(
+        "shift_of_a_tile_not_taken_back", operands, "forward_plainly", ".float() / up\n",
+        ".float() / 2.0**SOFTMAX_SHIFT\n",
+        lambda: on_hopper.test_scales_of_a_tile_lose_nothing_where_tiles_differ("softmax"),
+    ),
+    Mutant(
+        "p_not_shifted_up", operands, "forward_plainly", "2.0**SOFTMAX_SHIFT * shift", "2.0**-6 * shift",
+        lambda: on_hopper.test_attention_against_float64("softmax"),
     ),
     Mutant(
         "sparse_peak", bounds, "peak_flops", "else found.bf16", "else 2 * found.bf16",
