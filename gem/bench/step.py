@@ -20,6 +20,7 @@ import dataclasses
 import gc
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,11 +170,20 @@ class StepTask:
             memory = hardware.peak_memory_gib(self.device)
             mfu = self.add_step(run, base, done, memory, peak)
             if "profile" in self.parts:
-                self.add_profile(run, loop.profiled(PROFILED_STEPS), done)
+                self.detail(run, "{}:all", lambda: self.add_profile(run, loop.profiled(PROFILED_STEPS), done))
         finally:
             loop.close()
         if "units" in self.parts:
-            self.add_units(run, done, mfu, peak)
+            self.detail(run, "layers@{}", lambda: self.add_units(run, done, mfu, peak))
+
+    def detail(self, run: record.Run, subject: str, work: Callable[[], None]) -> None:
+        """Measure beside the step: a failure costs its own rows, not the step's."""
+        try:
+            work()
+        except Exception as error:
+            status, note = status_of(error)
+            run.add(**self.row(subject), metric="time_ms", status=status, note=note)
+            self.forget()
 
     def add_step(self, run: record.Run, base: dict, done: Done, memory: float, peak: hardware.Peak) -> float:
         """Rows of timed steps; returns the MFU."""

@@ -275,6 +275,20 @@ def test_the_largest_batch_is_looked_for_both_ways_and_oom_is_a_row(place, fast,
     assert found.loc[("baseline_varlen", "local_batch", "model")].p50 == largest
 
 
+def test_a_detail_that_fails_costs_its_own_rows_alone(place, fast, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(units, "parts_of", full)
+    task = step.StepTask("baseline_varlen", dataclasses.replace(OPTIONS, parts=("step", "units", "largest")))
+    task.prepare()
+    task.measure()
+    rows = rows_of(place, "step-baseline_varlen")
+    assert rows.loc[("baseline_varlen", "time_ms", "step")].status == "ok"
+    assert rows.loc[("layers@baseline_varlen", "time_ms", "step")].status == "oom"
+    assert list(place.glob("step_largest*"))
+
+
 def test_emulated_numerics_get_no_time(place):
     task = step.StepTask("mx_naive", OPTIONS)
     task.prepare()
