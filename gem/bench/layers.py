@@ -106,8 +106,7 @@ class CellTask:
 
         settings = {"device": self.device.type, "warmup": 2, "repeat_ms": self.settings["part_ms"], "clock": clock}
         times = [measure(call, min_repeats=5, max_repeats=100, **settings) for call in (alone, both)]
-        parts = components.profiled(both, PROFILED_CALLS, self.device.type == "cuda")
-        return Measured(*times, real.flops, error, parts)
+        return Measured(*times, real.flops, error, profile(both, self.device))
 
 
 class FixedTask:
@@ -140,9 +139,18 @@ class FixedTask:
         wanted = [parts[name] for name in FIXED]
         found = {}
         for item in units.time_parts(wanted, self.device, self.settings["part_ms"]):
-            split = components.profiled(item.part.call, PROFILED_CALLS, self.device.type == "cuda")
-            found[item.part.name] = Measured(None, item.timing, item.part.flops, 0.0, split)
+            parts = profile(item.part.call, self.device)
+            found[item.part.name] = Measured(None, item.timing, item.part.flops, 0.0, parts)
         return found
+
+
+def profile(call, device) -> dict[str, float]:
+    """Components of a call; none where the profiler fails, which must not cost the time."""
+    try:
+        return components.profiled(call, PROFILED_CALLS, device.type == "cuda")
+    except Exception as error:
+        print(f"profiler: {type(error).__name__}: {error}", file=sys.stderr)
+        return {}
 
 
 class Book:
@@ -188,7 +196,10 @@ class Book:
         return total
 
     def shares(self, row: dict[str, str]) -> dict[str, float]:
-        """norms, attention, gemms, elementwise -> share of the kernels' time in the layers of a variant."""
+        """norms, attention, gemms, elementwise -> share of the kernels' time in the layers of a variant; empty where a
+        module has no profile."""
+        if not all(item.parts for _, item, _ in self.places(row)):
+            return {}
         total = dict.fromkeys((*dict.fromkeys(SHARES.values()), "elementwise"), 0.0)
         for _, item, count in self.places(row):
             for name, ms in item.parts.items():

@@ -197,6 +197,17 @@ def test_a_module_without_a_time_leaves_no_sum_that_needs_it(book, tmp_path):
     assert "oom" in set(rows.status)
 
 
+def test_a_module_without_a_profile_keeps_its_time(book, tmp_path, monkeypatch, capsys):
+    jobs, made = book
+    key = next(key for key in jobs if key[0] == "summary")
+    made.found[key][0].parts = {}
+    rows = written(made, jobs, tmp_path)
+    assert rows.p50["baseline_varlen", "mfu", "step"] > 0
+    assert "norms" not in rows.index.get_level_values("subject")
+    monkeypatch.setattr(layers.components, "profiled", lambda *given: 1 / 0)
+    assert layers.profile(lambda: None, CPU) == {} and "profiler: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_a_cell_is_checked_and_timed_on_every_event_type(monkeypatch):
     task = layers.CellTask(Cell.of("pooling", ROWS["full"]), OPTIONS)
     task.prepare()
