@@ -223,10 +223,13 @@ def _check(model: GEM, plan: Mesh, dtype: str) -> None:
     count = len(model.layers[0].interaction.experts.experts)
     if count % plan.expert:
         raise ValueError(f"dense: {count} experts over an expert group of {plan.expert}; allowed: a divisor of {count}")
-    settings = model.config
-    if plan.expert > 1 and settings.toggles.checkpointing is not Checkpointing.NONE:
-        if settings.implementations.compile != "eager":
-            raise ValueError("dense: compiled checkpointing of experts that are elsewhere; allowed: checkpointing none")
+    mode, backend = model.config.toggles.checkpointing, model.config.implementations.compile
+    # regions are planned from each rank's own times: ranks that recompute different experts would wait for each other
+    if plan.expert > 1 and (mode is Checkpointing.REGION or (mode is Checkpointing.UNIFORM and backend != "eager")):
+        raise ValueError(
+            f"dense: checkpointing {mode.value} under compile {backend} with experts on other ranks; allowed: none, or "
+            "uniform without a compiler"
+        )
     if isinstance(model, FSDPModule):
         raise ValueError("dense: the model is sharded already; allowed: once")
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gem import train as single
 from gem.heads import batch_loss
+from gem.model import GEM
 from gem.optim import Optimizers
 from gem.parallel import dense, experts, low_gather, trace, train
 from gem.parallel.mesh import Mesh
@@ -232,7 +233,26 @@ def small_world(rank, folder, out: Path, wanted: dict, hidden: dict) -> dict:
         ),
         "last": trains(rank, folder, out / "last", two, steps=9, checkpoint_every=0, keep_last=True),
         "diverged": diverges(rank, folder),
+        "refused": refused(folder),
     }
+
+
+def refused(folder) -> list[str]:
+    """What `shard` says to models and plans that it cannot take."""
+    schema = single.Data.open(folder).train.schema
+    three = dataclasses.replace(tiny.MODEL, num_experts=3, num_tokens=6)
+    expert, cpu, found = Mesh(2, 2, 1, 2), torch.device("cpu"), []
+    for chosen, plan, dtype in (
+        (config(three), expert, "float32"),
+        (config(checkpointing="region"), expert, "float32"),
+        (config(), Mesh(4, 4), "float32"),
+        (config(), expert, "float16"),
+    ):
+        try:
+            dense.shard(GEM(chosen, schema), plan, cpu, dtype=dtype)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def diverges(rank, folder) -> str:

@@ -219,6 +219,19 @@ def test_a_bad_loss_stops_all_ranks_and_names_its_own(two):
         assert found["diverged"].endswith("parameters kept")
 
 
+def test_what_cannot_be_sharded_is_refused_on_every_rank(two):
+    for found in two:
+        parts = (
+            "divisor of 3",
+            "checkpointing region",
+            "a mesh of 4 ranks in a process group of 2",
+            "float32, bfloat16",
+        )
+        assert len(found["refused"]) == len(parts)
+        for text, part in zip(found["refused"], parts, strict=True):
+            assert part in text and text.startswith("dense: ") and "allowed" in text and "\n" not in text
+
+
 def test_bad_requests_are_one_line():
     for options in ({"prefetch": -1}, {"gather": "int4"}, {"combine": "sum"}, {"tables": "hashed"}):
         with pytest.raises(ValueError, match=r"^dense: .*; allowed: "):
