@@ -2,8 +2,6 @@
 
     jagged_attention, gdpa   hopper_fp8            quantise q, k, v, then the 8-bit kernel (forward alone)
                              hopper_fp8:kernel     the 8-bit kernel on operands that are quantised already
-                             hopper_fp8:fine       as hopper_fp8, with scales of k a row, of v a channel of 128 keys
-                             hopper_fp8:tile       as hopper_fp8, with one scale for 128 keys of k, and of v
     mx_linear                bf16                  torch.mm
                              hopper_fp8            all three products in 8 bits
                              hopper_fp8:wgrad_high weight gradient in bf16
@@ -44,28 +42,24 @@ def _attention(case: Case, name: str, option: str, call, unsupported):
     why = hopper_function.why_not(case.q)
     if why is not None or not case.q.is_cuda:
         raise unsupported(why or "no 8-bit kernel on a CPU")
-    if option not in ("", "kernel", *hopper_attention.SCALES):
-        raise unsupported(f"impl {name!r} has no option {option!r}; options: kernel, fine, tile")
+    if option not in ("", "kernel"):
+        raise unsupported(f"impl {name!r} has no option {option!r}; options: kernel")
     from kernels.mxfp8 import attention_tlx
 
-    scales = option if option in hopper_attention.SCALES else hopper_function.SCALES
-    activation = case.row["activation"] or "softmax"
-
     def quantized():
-        return hopper_attention.quantize(case.q, case.k, case.v, case.kv_offsets, scales=scales)
+        return hopper_attention.quantize(case.q, case.k, case.v, case.kv_offsets)
 
-    ready = quantized() if option == "kernel" else None
+    ready = quantized() if option else None
     run = partial(
         attention_tlx.forward_with,
-        attention_tlx.default_config(activation, scales),
+        attention_tlx.Config(),
         q_offsets=case.q_offsets,
         kv_offsets=case.kv_offsets,
-        activation=activation,
+        activation=case.row["activation"] or "softmax",
         scale=case.scale,
         dtype=case.q.dtype,
     )
-    note = "operands quantised beforehand" if ready else "quantisation of q, k, v counted"
-    note = f"{note}; scales of k and v: {scales}"
+    note = "operands quantised beforehand" if option else "quantisation of q, k, v counted"
 
     def backward(result):
         raise unsupported("no 8-bit backward kernel")

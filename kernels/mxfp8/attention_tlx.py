@@ -54,11 +54,6 @@ class Config:
     apart: bool = False  # the score product only after the value product before it: fewer registers
 
 
-def default_config(activation: str, scales: str) -> Config:
-    """What a call runs with."""
-    return Config()
-
-
 @triton.jit
 def stream(
     desc_q,

@@ -18,7 +18,6 @@ from ..selection import static
 from . import hopper_attention
 
 SOFTMAX = "softmax"
-SCALES = "tile"  # of k and v, see hopper_attention.py
 OPERANDS = ("q", "k", "v", "p")
 ACTIVATIONS = ("gelu_tanh", "gelu_taylor6", "silu", "relu")  # |act(s)| <= |s| where they are meant to be used
 
@@ -73,14 +72,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if activation == SOFTMAX and scale < 0:  # the maximum of scaled scores is the scaled maximum for a positive scale
         q, scale = -q, -scale
-    operands = hopper_attention.quantize(q, k, v, kv_offsets, scales=SCALES)
+    operands = hopper_attention.quantize(q, k, v, kv_offsets)
     keywords = {"activation": activation, "scale": scale, "dtype": q.dtype}
     if not q.is_cuda:
         return hopper_attention.forward_plainly(operands, q_offsets, kv_offsets, **keywords)
     from . import attention_tlx
 
-    config = attention_tlx.default_config(activation, SCALES)
-    return attention_tlx.forward_with(config, operands, q_offsets, kv_offsets, **keywords)
+    return attention_tlx.forward_with(attention_tlx.Config(), operands, q_offsets, kv_offsets, **keywords)
 
 
 @_attention.register_fake

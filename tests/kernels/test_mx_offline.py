@@ -31,7 +31,7 @@ row, tile, fine = (torch.empty(shape, device="meta") for shape in ((4, 256), (8,
 of_rows = torch.empty(4, 1024, device="meta")
 operands = Operands(q, row, q, *((of_rows, v, fine) if scales == "fine" else (tile, v, tile)))
 with compiling(sass=True) as compiled:
-    attention_tlx.forward_with(attention_tlx.default_config(activation, scales), operands, offsets, offsets,
+    attention_tlx.forward_with(attention_tlx.Config(), operands, offsets, offsets,
                                activation=activation, scale=0.1, dtype=torch.bfloat16)
 kernel = next(c for c in compiled if c.name == "attention8_kernel")
 count = lambda name: kernel.sass.count(name + ".")
