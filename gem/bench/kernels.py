@@ -32,6 +32,7 @@ FOLDERS |= {"mx_linear": "mxfp8", "norm_quantize": "fused_norm"}
 
 
 OUT_OF_TIME = 3  # exit status
+COMPILED = {"flex", "compiled_eager", "compiled_rotary"}  # torch.compile for the shapes of a row
 
 
 class DeviceLostError(RuntimeError):
@@ -86,6 +87,9 @@ class Bench:
         call = result = None
         failure = None
         try:
+            if COMPILED & set(name.split(":")):
+                # torch.compile runs a function plainly once it has met eight shapes of it; every row is a new one.
+                torch.compiler.reset()
             call = peers.prepare(case, name)
             result = call.forward()
             self.synchronize()

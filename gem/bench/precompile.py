@@ -6,7 +6,7 @@ Takes the steps of `python -m gem.bench.session`. Every row and implementation r
 of 16 sequences or a few more, which leaves its kernels in the caches on disk (Triton's, inductor's); nothing is
 checked, timed or recorded. Kernels are chosen by head size, dtype and kind, and Triton tells sizes that are multiples
 of 16 from others: the small batch agrees with the full one in that, and so compiles what it needs. Peers that inductor
-compiles for one shape (FULL_SHAPE) run at their full size and first, since they take longest; processes share the
+compiles for one shape (kernels.COMPILED) run at their full size and first, since they take longest; processes share the
 GPU's memory, so ask for fewer of them at once where that is little.
 
 Exit status: 0 also when an implementation cannot run here (it is named); 1 when one failed otherwise.
@@ -21,17 +21,16 @@ import time
 from collections.abc import Iterable
 
 from gem import hardware, workflow
-from gem.bench import session
+from gem.bench import kernels, session
 from gem.cli import Parser
 from gem.progress import Progress
 
 BATCH = 16
-FULL_SHAPE = ("flex", "compiled_eager", "compiled_rotary")
 
 
 def at_full_shape(impl: str) -> bool:
     """Whether an implementation compiles for the exact shapes of a row."""
-    return bool(set(impl.split(":")) & set(FULL_SHAPE))
+    return bool(set(impl.split(":")) & kernels.COMPILED)
 
 
 def small_batch(row: dict) -> int:

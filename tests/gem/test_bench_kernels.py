@@ -178,3 +178,11 @@ def test_every_implementation_named_in_the_sheet_is_known():
                 continue
             op = "jagged_attention" if impl.endswith(":block_mask") else row["op"]
             assert name in peers._registry(op).entries, (row["case"], impl)
+
+
+def test_every_row_is_compiled_anew(bench, monkeypatch):
+    """torch.compile gives up on a function after eight shapes and runs it plainly under the same name."""
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    bench.run_case(ROW | {"case": "first"}, ["eager", "compiled_eager", "flex"])
+    assert len(resets) == 2
