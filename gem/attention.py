@@ -39,6 +39,12 @@ class Events(NamedTuple):
     longest: int
 
 
+def with_values(events: Events, values: torch.Tensor) -> Events:
+    """The events with other values. (torch.compile of torch 2.11 cannot trace a NamedTuple's own _replace.)"""
+    offsets, kv_offsets, mask, cos, sin, longest = events[1:]
+    return Events(values, offsets, kv_offsets, mask, cos, sin, longest)
+
+
 def rotary_tables(
     positions: torch.Tensor, ages: torch.Tensor, head_dim: int, time_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

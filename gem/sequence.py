@@ -44,7 +44,7 @@ class PersonalisedFeedForward(nn.Module):
         heads = (self.size.num_heads, self.size.head_dim)
         keys = F.gelu(self.mix(summary.transpose(1, 2)).transpose(1, 2))
         k, v = self.keys_values(keys).reshape(-1, 2, *heads).unbind(1)
-        return events._replace(values=self.attend(events, self.key_norm(k), v, heads))
+        return attention.with_values(events, self.attend(events, self.key_norm(k), v, heads))
 
     def attend(self, events: Events, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
         """S' from S and the generated keys and values [B * num_kv, H, D]; one fused op, or norms and GDPA apart."""
@@ -110,7 +110,7 @@ class SelfAttentionBlock(nn.Module):
             block_impl=self.block_impl,
             recipe=self.precision,
         )
-        return events._replace(values=events.values + self.out(o.flatten(-2)))
+        return attention.with_values(events, events.values + self.out(o.flatten(-2)))
 
     def flops(self, counts: Counts, event: str) -> int:
         lengths, rows = counts.lengths[event], counts.events(event)
