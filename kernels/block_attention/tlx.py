@@ -22,36 +22,36 @@ PHASES = ("fwd", "bwd")
 @dataclass(frozen=True)
 class Config:
     """stages: (block, head) units in flight, each the tiles q, k, v (backward: and dO). registers: of a consumer
-    thread. evict_first: tell the L2 cache that what is loaded is not read again.
+    thread.
     """
 
     stages: int
     registers: int = 232
-    evict_first: bool = False
 
 
-_DEFAULT = {("fwd", 128): Config(4), ("fwd", 64): Config(8), ("bwd", 128): Config(3), ("bwd", 64): Config(6)}
+_DEFAULT = {("fwd", 128): Config(4), ("fwd", 64): Config(8), ("bwd", 128): Config(3), ("bwd", 64): Config(5)}
 
 
 def candidates(phase: str, head_dim: int) -> list[Config]:
     """Configurations that a sweep tries for `phase` ("fwd", "bwd"), the default first."""
     default = _DEFAULT[phase, head_dim]
-    return [default, Config(default.stages, evict_first=True), Config(default.stages - 1)]
+    return [default, Config(default.stages - 1)]
 
 
-def _launch(kernel, config, tensors, offsets, block_size, scale, rotary):
+def _launch(kernel, config, tensors, offsets, block_size, scale, rotary, *rest):
     if block_size != BLOCK_SIZE:
         raise ValueError(f"block_attention: impl 'tlx' block_size {block_size}; allowed: {BLOCK_SIZE}")
     rows, heads, head_dim = tensors[0].shape
     on = () if rotary is None else rotary.on
     # A table is a tensor of one head to the descriptors. Without rotary any descriptor does: it is not used.
     tables = tuple(packed_heads(x[:, None]) for x in (rotary.cos, rotary.sin)) if on else tensors[:2]
+    order = sum("qkv".index(name) << (2 * i) for i, name in enumerate(on))
     blocks, count = tile_table(offsets, offsets, rows, BLOCK_SIZE)
     kernel[(min(num_sms(offsets.device), blocks.shape[0]),)](
-        *(ragged_descriptor(x, BLOCK_SIZE) for x in (*tensors, *tables)), blocks, count, heads, scale,
-        HEAD_DIM=head_dim, STAGES=config.stages, REGISTERS=config.registers, EVICT_FIRST=config.evict_first,
-        ROTARY=bool(on), INTERLEAVED=bool(on) and rotary.interleaved, ON_Q="q" in on, ON_K="k" in on, ON_V="v" in on,
-        num_warps=4, num_stages=1,
+        *(ragged_descriptor(x, BLOCK_SIZE) for x in (*tensors, *tables)), blocks, count, heads, scale, len(on), order,
+        *rest, HEAD_DIM=head_dim, STAGES=config.stages, REGISTERS=config.registers, ROTARY=bool(on),
+        INTERLEAVED=bool(on) and rotary.interleaved, ON_Q="q" in on, ON_K="k" in on, ON_V="v" in on, num_warps=4,
+        num_stages=1,
     )  # fmt: skip
 
 
@@ -65,13 +65,15 @@ def forward_with(config, q, k, v, offsets, *, block_size, scale, rotary):
     return o
 
 
-def backward_with(config, do, q, k, v, offsets, *, block_size, scale, rotary):
-    """Block attention backward with an explicit `Config` (None: the default)."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+def backward_with(config, do, q, k, v, offsets, *, block_size, scale, rotary, out=None):
+    """Block attention backward with an explicit `Config` (None: the default). out: where dq, dk, dv go."""
+    dq, dk, dv = out or [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    if any(packed_heads(x) is not x for x in (dq, dk, dv)):
+        raise ValueError("block_attention: impl 'tlx' out has strides that TMA cannot write; allowed: packed heads")
     if dq.numel():
         tensors = (*(packed_heads(x) for x in (q, k, v, do)), dq, dk, dv)
         config = config or _DEFAULT["bwd", q.shape[-1]]
-        _launch(backward_kernel, config, tensors, offsets, block_size, scale, rotary)
+        _launch(backward_kernel, config, tensors, offsets, block_size, scale, rotary, 2)
     return dq, dk, dv
 
 
@@ -84,9 +86,9 @@ def forward(q, k, v, offsets, *, block_size, scale, rotary):
     return forward_with(None, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary)
 
 
-def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary):
+def backward(do, q, k, v, o, offsets, *, block_size, scale, rotary, out=None):
     """(dq, dk, dv) in the inputs' types. o is not needed: D is formed from the block's own weights."""
-    return backward_with(None, do, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary)
+    return backward_with(None, do, q, k, v, offsets, block_size=block_size, scale=scale, rotary=rotary, out=out)
 
 
 def _unsupported(case: Case) -> str | None:

@@ -1,14 +1,17 @@
 """Block attention for Hopper in TLX: a producer warp streams blocks through TMA, two warp groups compute on them.
 
-A persistent program walks the list of 64-row blocks; its two consumer warp groups take a block each, with all of its
-heads in turn. One unit of the pipeline is a (block, head): the tiles q, k, v (and dO) of it in one of STAGES slots of
-shared memory. The producer runs up to STAGES units ahead, so that loads are in flight whatever the consumers do.
-Results leave through the tiles they were computed from (o through q; dv through dO, dk through q, dq through k), and
-the slot goes back to the producer when TMA has read them.
+A persistent program walks the list of 64-row blocks. One unit of its pipeline is a (block, head): the tiles q, k, v
+(and dO) of it in one of STAGES slots of shared memory. The producer runs up to STAGES units ahead, so that loads are in
+flight whatever the consumers do; the two consumer warp groups take units in turn. Results leave through the tiles they
+were computed from (o through q; dv through dO, dk through q, dq through k), and the slot goes back to the producer when
+TMA has read them. A consumer has full-barriers of its own, because the units of the other one that pass through the
+same slot would otherwise turn a barrier's phase behind its back.
 
-Rotary: a block's tables go to the registers of its consumer once and serve all heads. Tiles are read, turned and
-written back in the layout of the tensor cores' accumulators, in which both columns of a pair belong to one thread, for
-interleaved pairs and for half pairs alike: no value changes its thread, on the way in or on the way out.
+Rotary: a block's tables go to the registers of both consumers and serve all heads. Tiles are read, turned and written
+back in the layout of the tensor cores' accumulators, in which both columns of a pair belong to one thread, for
+interleaved pairs and for half pairs alike: no value changes its thread, on the way in or on the way out. The tiles are
+turned, and dv and dk formed, in loops whose counts are arguments: unrolled, the straight-line code of both consumers
+(80 KB) is slower than its loops (TUNING.md).
 """
 
 from __future__ import annotations
@@ -96,53 +99,46 @@ def weights(s, keys, scale):
 
 
 @triton.jit
+def head_of(turn, H):
+    """The head that this program takes at a turn. Programs begin with different heads: all at the same one would ask
+    memory for the same quarter of every row at the same time.
+    """
+    return (turn + tl.program_id(0)) % H
+
+
+@triton.jit
 def stream(
     descs, tables, buffers, table_buffers, full, empty, table_full, table_empty, table, total, mine, H,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, EVICT_FIRST: tl.constexpr, ROTARY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """The producer: tables and units of two blocks at a time, in the order in which the consumers reach them."""
+    """The producer: each block's tables, then its units, dealt to the consumers in turn."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    unit = 0
-    for pair in range((mine + 1) // 2):
-        both = tl.minimum(mine - 2 * pair, 2)
-        slot0 = program + 2 * pair * programs
-        slot1 = tl.minimum(slot0 + programs, total - 1)
-        _, _, first0, size0, row0 = block_entry(table, slot0)
-        _, _, first1, size1, row1 = block_entry(table, slot1)
-        for head in range(H):
-            for c in tl.static_range(2):
-                first = first0 if c == 0 else first1
-                size = size0 if c == 0 else size1
-                row = row0 if c == 0 else row1
-                if c < both:
-                    if ROTARY:
-                        if head == 0:  # the tables' one buffer: the other consumer has taken what was in it
-                            tlx.barrier_wait(table_empty[1 - c], (pair + 1 + c) & 1)
-                            tlx.barrier_expect_bytes(table_full[c], 2 * 4 * 64 * (HEAD_DIM // 2))
-                            for i in tl.static_range(2):
-                                load_ragged(tables[i], table_buffers[i], table_full[c], first, size, row, 0)
-                    stage, phase = get_bufidx_phase(unit, STAGES)
-                    place, _ = get_bufidx_phase(pair * H + head, STAGES)
-                    tlx.barrier_wait(empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(full[c * STAGES + place], len(descs) * 2 * 64 * HEAD_DIM)
-                    for i in tl.static_range(len(descs)):
-                        tlx.async_descriptor_load(
-                            descs[i],
-                            buffers[i][stage],
-                            [1073741824, first + size, 1073741824 - size + row, head * HEAD_DIM],
-                            full[c * STAGES + place],
-                            eviction_policy="evict_first" if EVICT_FIRST else "",
-                        )
-                    unit += 1
+    for n in range(mine):
+        _, _, first, size, row = block_entry(table, program + n * programs)
+        if ROTARY:  # one buffer: both consumers have taken what was in it
+            tlx.barrier_wait(table_empty[0], (n & 1) ^ 1)
+            tlx.barrier_expect_bytes(table_full[0], 2 * 4 * 64 * (HEAD_DIM // 2))
+            for i in tl.static_range(2):
+                load_ragged(tables[i], table_buffers[i], table_full[0], first, size, row, 0)
+        for turn in range(H):
+            unit = n * H + turn
+            stage, phase = get_bufidx_phase(unit, STAGES)
+            place = (unit & 1) * STAGES + (unit // 2) % STAGES
+            tlx.barrier_wait(empty[stage], phase ^ 1)
+            tlx.barrier_expect_bytes(full[place], len(descs) * 2 * 64 * HEAD_DIM)
+            column = head_of(turn, H) * HEAD_DIM
+            for i in tl.static_range(len(descs)):
+                load_ragged(descs[i], buffers[stage * len(descs) + i], full[place], first, size, row, column)
 
 
 @triton.jit
 def forward_kernel(
-    desc_q, desc_k, desc_v, desc_o, desc_cos, desc_sin, table, count, H, scale,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, REGISTERS: tl.constexpr, EVICT_FIRST: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr,
+    desc_q, desc_k, desc_v, desc_o, desc_cos, desc_sin, table, count, H, scale, turns, order,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, REGISTERS: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr,
 ):  # fmt: skip
+    """turns tiles of a unit are turned: their places among q, k, v are the 2-bit digits of order, lowest first."""
     PAIRS: tl.constexpr = HEAD_DIM // 2
     ANGLES: tl.constexpr = table_layout(PAIRS, INTERLEAVED)
     dtype: tl.constexpr = tlx.dtype_of(desc_q)
@@ -151,55 +147,47 @@ def forward_kernel(
     total = tl.load(count)
     mine = (tl.maximum(total - program, 0) + programs - 1) // programs
 
-    q_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
-    k_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
-    v_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
+    tiles = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, 3 * STAGES)
     full = tlx.alloc_barriers(num_barriers=2 * STAGES, arrive_count=1)
     empty = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
-    table_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    table_empty = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    table_full = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
+    table_empty = tlx.alloc_barriers(num_barriers=1, arrive_count=2)
     if ROTARY:
         table_buffers = tlx.local_alloc((1, 1, 64, PAIRS), tl.float32, 2)
     else:
-        table_buffers = q_buffers
+        table_buffers = tiles
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             stream(
-                (desc_q, desc_k, desc_v), (desc_cos, desc_sin), (q_buffers, k_buffers, v_buffers), table_buffers, full,
-                empty, table_full, table_empty, table, total, mine, H, HEAD_DIM, STAGES, EVICT_FIRST, ROTARY,
+                (desc_q, desc_k, desc_v), (desc_cos, desc_sin), tiles, table_buffers, full, empty, table_full,
+                table_empty, table, total, mine, H, HEAD_DIM, STAGES, ROTARY,
             )  # fmt: skip
 
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             cid: tl.constexpr = tlx.async_task_replica_id()
-            base = 0
-            for pair in range((mine + 1 - cid) // 2):
-                both = tl.minimum(mine - 2 * pair, 2)
-                first, rows, _, size, row = block_entry(table, program + (2 * pair + cid) * programs)
+            for n in range(mine):
+                first, rows, _, size, row = block_entry(table, program + n * programs)
                 keys = tl.where(size > 0, size - row, 64)
                 cos, sin = 0.0, 0.0
                 if ROTARY:
-                    tlx.barrier_wait(table_full[cid], pair & 1)
+                    tlx.barrier_wait(table_full[0], n & 1)
                     cos = tlx.local_load(tlx.local_reshape(table_buffers[0], [64, PAIRS]), layout=ANGLES)
                     sin = tlx.local_load(tlx.local_reshape(table_buffers[1], [64, PAIRS]), layout=ANGLES)
-                    tlx.barrier_arrive(table_empty[cid], 1)
-                for head in range(H):
-                    stage, _ = get_bufidx_phase(base + head * both + cid, STAGES)
-                    place, phase = get_bufidx_phase(pair * H + head, STAGES)
-                    q = tlx.local_reshape(q_buffers[stage], [64, HEAD_DIM])
-                    k = tlx.local_reshape(k_buffers[stage], [64, HEAD_DIM])
-                    v = tlx.local_reshape(v_buffers[stage], [64, HEAD_DIM])
+                    tlx.barrier_arrive(table_empty[0], 1)
+                for turn in range((n * H + cid) & 1, H, 2):
+                    stage = (n * H + turn) % STAGES
+                    place, phase = get_bufidx_phase((n * H + turn) // 2, STAGES)
+                    column = head_of(turn, H) * HEAD_DIM
+                    q = tlx.local_reshape(tiles[stage * 3], [64, HEAD_DIM])
+                    k = tlx.local_reshape(tiles[stage * 3 + 1], [64, HEAD_DIM])
+                    v = tlx.local_reshape(tiles[stage * 3 + 2], [64, HEAD_DIM])
                     tlx.barrier_wait(full[cid * STAGES + place], phase)
-                    if ON_Q:
-                        turn_tile(q_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                    if ON_K:
-                        turn_tile(k_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                    if ON_Q or ON_K:
+                    if ROTARY:
+                        for i in range(turns):
+                            turn_tile(tiles[stage * 3 + ((order >> (2 * i)) & 3)], cos, sin, INTERLEAVED, HEAD_DIM)
                         tlx.fence_async_shared()
                     s = tlx.async_dot(q, tlx.local_trans(k))
-                    if ON_V:
-                        turn_tile(v_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                        tlx.fence_async_shared()
                     s = tlx.async_dot_wait(0, s)
                     p, norm = weights(s, keys, scale)
                     o = tlx.async_dot(p.to(dtype), v)
@@ -208,18 +196,19 @@ def forward_kernel(
                     tlx.named_barrier_wait(9 + cid, 128)  # the whole group is done with q
                     tlx.local_store(q, o.to(dtype))
                     tlx.fence_async_shared()
-                    store_ragged(desc_o, q_buffers[stage], first, rows, row, head * HEAD_DIM)
+                    store_ragged(desc_o, tiles[stage * 3], first, rows, row, column)
                     tlx.async_descriptor_store_wait(0)
                     tlx.barrier_arrive(empty[stage], 1)
-                base += both * H
 
 
 @triton.jit
 def backward_kernel(
-    desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, desc_cos, desc_sin, table, count, H, scale,
-    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, REGISTERS: tl.constexpr, EVICT_FIRST: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr,
+    desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, desc_cos, desc_sin, table, count, H, scale, turns,
+    order, two,
+    HEAD_DIM: tl.constexpr, STAGES: tl.constexpr, REGISTERS: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ON_Q: tl.constexpr, ON_K: tl.constexpr, ON_V: tl.constexpr,
 ):  # fmt: skip
+    """turns, order: as in forward_kernel. two is 2; the compiler must not know (module text)."""
     PAIRS: tl.constexpr = HEAD_DIM // 2
     ANGLES: tl.constexpr = table_layout(PAIRS, INTERLEAVED)
     dtype: tl.constexpr = tlx.dtype_of(desc_q)
@@ -228,69 +217,56 @@ def backward_kernel(
     total = tl.load(count)
     mine = (tl.maximum(total - program, 0) + programs - 1) // programs
 
-    q_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
-    k_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
-    v_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
-    do_buffers = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, STAGES)
+    tiles = tlx.local_alloc((1, 1, 64, HEAD_DIM), dtype, 4 * STAGES)
     full = tlx.alloc_barriers(num_barriers=2 * STAGES, arrive_count=1)
     empty = tlx.alloc_barriers(num_barriers=STAGES, arrive_count=1)
-    table_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
-    table_empty = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    table_full = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
+    table_empty = tlx.alloc_barriers(num_barriers=1, arrive_count=2)
     if ROTARY:
         table_buffers = tlx.local_alloc((1, 1, 64, PAIRS), tl.float32, 2)
     else:
-        table_buffers = q_buffers
+        table_buffers = tiles
     if HEAD_DIM == 64:
-        ds_buffers = tlx.local_alloc((64, 64), dtype, 2)
-    else:
-        ds_buffers = q_buffers
+        squares = tlx.local_alloc((64, 64), dtype, 4)
+    else:  # the two halves of v hold P and dS
+        squares = tlx.local_alloc((64, 64), dtype, 8 * STAGES, reuse=tiles)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             stream(
-                (desc_q, desc_k, desc_v, desc_do), (desc_cos, desc_sin),
-                (q_buffers, k_buffers, v_buffers, do_buffers), table_buffers, full, empty, table_full, table_empty,
-                table, total, mine, H, HEAD_DIM, STAGES, EVICT_FIRST, ROTARY,
+                (desc_q, desc_k, desc_v, desc_do), (desc_cos, desc_sin), tiles, table_buffers, full, empty,
+                table_full, table_empty, table, total, mine, H, HEAD_DIM, STAGES, ROTARY,
             )  # fmt: skip
 
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=2):
             cid: tl.constexpr = tlx.async_task_replica_id()
-            base = 0
-            for pair in range((mine + 1 - cid) // 2):
-                both = tl.minimum(mine - 2 * pair, 2)
-                first, rows, _, size, row = block_entry(table, program + (2 * pair + cid) * programs)
+            for n in range(mine):
+                first, rows, _, size, row = block_entry(table, program + n * programs)
                 keys = tl.where(size > 0, size - row, 64)
                 cos, sin = 0.0, 0.0
                 if ROTARY:
-                    tlx.barrier_wait(table_full[cid], pair & 1)
+                    tlx.barrier_wait(table_full[0], n & 1)
                     cos = tlx.local_load(tlx.local_reshape(table_buffers[0], [64, PAIRS]), layout=ANGLES)
                     sin = tlx.local_load(tlx.local_reshape(table_buffers[1], [64, PAIRS]), layout=ANGLES)
-                    tlx.barrier_arrive(table_empty[cid], 1)
-                for head in range(H):
-                    stage, _ = get_bufidx_phase(base + head * both + cid, STAGES)
-                    place, phase = get_bufidx_phase(pair * H + head, STAGES)
-                    column = head * HEAD_DIM
-                    q = tlx.local_reshape(q_buffers[stage], [64, HEAD_DIM])
-                    k = tlx.local_reshape(k_buffers[stage], [64, HEAD_DIM])
-                    v = tlx.local_reshape(v_buffers[stage], [64, HEAD_DIM])
-                    do = tlx.local_reshape(do_buffers[stage], [64, HEAD_DIM])
+                    tlx.barrier_arrive(table_empty[0], 1)
+                for turn in range((n * H + cid) & 1, H, 2):
+                    stage = (n * H + turn) % STAGES
+                    place, phase = get_bufidx_phase((n * H + turn) // 2, STAGES)
+                    column = head_of(turn, H) * HEAD_DIM
+                    q = tlx.local_reshape(tiles[stage * 4], [64, HEAD_DIM])
+                    k = tlx.local_reshape(tiles[stage * 4 + 1], [64, HEAD_DIM])
+                    v = tlx.local_reshape(tiles[stage * 4 + 2], [64, HEAD_DIM])
+                    do = tlx.local_reshape(tiles[stage * 4 + 3], [64, HEAD_DIM])
                     if HEAD_DIM == 64:
-                        p_tile = v
-                        ds_tile = ds_buffers[cid]
+                        square = 2 * cid
                     else:
-                        p_tile = tlx.local_slice(v, [0, 0], [64, 64])
-                        ds_tile = tlx.local_slice(v, [0, 64], [64, 64])
+                        square = stage * 8 + 4
                     tlx.barrier_wait(full[cid * STAGES + place], phase)
-                    if ON_Q:
-                        turn_tile(q_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                    if ON_K:
-                        turn_tile(k_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                    if ON_Q or ON_K:
+                    if ROTARY:
+                        for i in range(turns):
+                            turn_tile(tiles[stage * 4 + ((order >> (2 * i)) & 3)], cos, sin, INTERLEAVED, HEAD_DIM)
                         tlx.fence_async_shared()
                     s = tlx.async_dot(q, tlx.local_trans(k))
-                    if ON_V:
-                        turn_tile(v_buffers[stage], cos, sin, INTERLEAVED, HEAD_DIM)
-                        tlx.fence_async_shared()
                     dp = tlx.async_dot(do, tlx.local_trans(v))
                     s = tlx.async_dot_wait(1, s)
                     p, norm = weights(s, keys, scale)
@@ -299,27 +275,41 @@ def backward_kernel(
                     # Rows past the end have dO = 0: dp = 0, so ds = 0, and p meets zeros in dv.
                     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(dtype)
                     tlx.named_barrier_wait(9 + cid, 128)  # the whole group is done with v
-                    tlx.local_store(p_tile, p.to(dtype))
-                    tlx.local_store(ds_tile, ds)
+                    tlx.local_store(squares[square], p.to(dtype))
+                    tlx.local_store(squares[square + 1], ds)
                     tlx.fence_async_shared()
-                    dv = tlx.async_dot(tlx.local_trans(p_tile), do)
-                    dk = tlx.async_dot(tlx.local_trans(ds_tile), q)
-                    dv = tlx.async_dot_wait(1, dv)
-                    tlx.named_barrier_wait(9 + cid, 128)  # ... with dO
-                    tlx.local_store(do, turned_back(dv, cos, sin, ON_V, INTERLEAVED, dtype))
-                    tlx.fence_async_shared()
-                    store_ragged(desc_dv, do_buffers[stage], first, rows, row, column)
-                    dq = tlx.async_dot(ds_tile, k)
-                    dk = tlx.async_dot_wait(1, dk)
-                    tlx.named_barrier_wait(9 + cid, 128)  # ... with q
-                    tlx.local_store(q, turned_back(dk, cos, sin, ON_K, INTERLEAVED, dtype))
-                    tlx.fence_async_shared()
-                    store_ragged(desc_dk, q_buffers[stage], first, rows, row, column)
+                    if ON_V == ON_K:  # dv = P^T dO over dO, then dk = dS^T q over q
+                        for i in range(two):
+                            place = stage * 4 + 3 - 3 * i
+                            own = tlx.local_reshape(tiles[place], [64, HEAD_DIM])
+                            g = tlx.async_dot(tlx.local_trans(squares[square + i]), own)
+                            g = tlx.async_dot_wait(0, g)
+                            tlx.named_barrier_wait(9 + cid, 128)  # ... with this tile
+                            tlx.local_store(own, turned_back(g, cos, sin, ON_V, INTERLEAVED, dtype))
+                            tlx.fence_async_shared()
+                            if i == 0:
+                                store_ragged(desc_dv, tiles[place], first, rows, row, column)
+                            else:
+                                store_ragged(desc_dk, tiles[place], first, rows, row, column)
+                        dq = tlx.async_dot(squares[square + 1], k)
+                    else:
+                        dv = tlx.async_dot(tlx.local_trans(squares[square]), do)
+                        dk = tlx.async_dot(tlx.local_trans(squares[square + 1]), q)
+                        dv = tlx.async_dot_wait(1, dv)
+                        tlx.named_barrier_wait(9 + cid, 128)  # ... with dO
+                        tlx.local_store(do, turned_back(dv, cos, sin, ON_V, INTERLEAVED, dtype))
+                        tlx.fence_async_shared()
+                        store_ragged(desc_dv, tiles[stage * 4 + 3], first, rows, row, column)
+                        dq = tlx.async_dot(squares[square + 1], k)
+                        dk = tlx.async_dot_wait(1, dk)
+                        tlx.named_barrier_wait(9 + cid, 128)  # ... with q
+                        tlx.local_store(q, turned_back(dk, cos, sin, ON_K, INTERLEAVED, dtype))
+                        tlx.fence_async_shared()
+                        store_ragged(desc_dk, tiles[stage * 4], first, rows, row, column)
                     dq = tlx.async_dot_wait(0, dq)
                     tlx.named_barrier_wait(9 + cid, 128)  # ... with k
                     tlx.local_store(k, turned_back(dq, cos, sin, ON_Q, INTERLEAVED, dtype))
                     tlx.fence_async_shared()
-                    store_ragged(desc_dq, k_buffers[stage], first, rows, row, column)
+                    store_ragged(desc_dq, tiles[stage * 4 + 1], first, rows, row, column)
                     tlx.async_descriptor_store_wait(0)
                     tlx.barrier_arrive(empty[stage], 1)
-                base += both * H
