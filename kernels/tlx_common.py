@@ -9,6 +9,7 @@ arithmetic as triton.tools.ragged_tma.) A sequence without rows loads zeros only
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -24,11 +25,25 @@ _FAR = 1 << 30
 _TABLE_WIDTH = 8
 
 
+_THREAD = threading.local()
+
+
+def _bind_context(device: torch.device) -> None:
+    """Bind the device's context to this thread: one is needed to encode a descriptor, and a thread of autograd's that
+    has launched nothing yet has none. torch binds it with its first launch.
+    """
+    bound = _THREAD.__dict__.setdefault("devices", set())
+    if device.type == "cuda" and device not in bound:
+        torch.zeros(1, device=device)
+        bound.add(device)
+
+
 def ragged_descriptor(x: torch.Tensor, block_rows: int, block_columns: int | None = None) -> TensorDescriptor:
     """Descriptor of x [T, H, D] for tiles [1, 1, block_rows, block_columns or D] of `load_ragged` and `store_ragged`.
 
     Needs heads packed behind each other (stride(1) == D, stride(2) == 1) and 16-byte rows; see `packed_heads`.
     """
+    _bind_context(x.device)
     heads, dim = x.shape[1:]
     stride = x.stride(0)
     shape = [0x7FFF0000, 0x7FFF0000, _FAR, heads * dim]
