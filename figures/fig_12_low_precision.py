@@ -28,7 +28,7 @@ def draw(source):
     table = low.assign(value=over / low.p50, low=over / low.p80, high=over / low.p20)
     table["label"] = [label(row) for row in table.itertuples()]
     devices = best_device_first(table.device)
-    figure, axes = style.panels(len(devices), 2, height=2.6, width_ratios=(3, 2))
+    figure, axes = style.panels(len(devices), 2, height=3.2, width_ratios=(3, 2))
     for line, device in zip(axes, devices, strict=True):
         part = table[table.device == device]
         for axis, mine, title in (
@@ -63,7 +63,7 @@ def bars(axis, part) -> None:
             style.bar(axis, at, row.value, "low_precision", impl, width=width, low=row.low, high=row.high)
     axis.axhline(1, color=style.INK, linewidth=0.8)
     axis.axhline(1.3, color=style.GREY, linewidth=0.8, linestyle=":")
-    axis.set_xticks(range(len(labels)), labels)
+    axis.set_xticks(range(len(labels)), [label.replace("\n", " ") for label in labels], rotation=60, ha="right")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def draw(source):
         parts.append(whole.assign(panel="attention", width=whole.q_max, name=whole.subject, value=share))
     table = need(pd.concat(parts) if parts else norms, "quantisation")
     devices = best_device_first(table.device)
-    figure, axes = style.panels(len(devices), 2, height=2.4)
+    figure, axes = style.panels(len(devices), 2, height=3.2)
     for line, device in zip(axes, devices, strict=True):
         mine = table[table.device == device]
         grouped(line[0], mine[mine.panel == "norm"], "width", "time, ms")
@@ -75,7 +75,7 @@ def shares(axis, part) -> None:
     ]
     for at, row in enumerate(part.itertuples()):
         style.bar(axis, at, 100 * row.value, "quantise", row.subject, width=0.6)
-    axis.set_xticks(range(len(labels)), labels)
+    axis.set_xticks(range(len(labels)), [label.replace("\n", " ") for label in labels], rotation=60, ha="right")
     axis.set_ylabel("% of forward time")
 
 

@@ -91,7 +91,7 @@ def steps(axis, measured: pd.DataFrame, source) -> pd.DataFrame:
     axis.bar(range(len(best)), best.p50, color=style.GREEN, width=0.7)
     labels = [f"{row.subject}\n{source.device_label(row.device)}" for row in best.itertuples()]
     axis.set_xticks(range(len(best)), labels, rotation=60)
-    axis.set(ylabel="scaling ratio, measured", ylim=(0, 1.05))
+    axis.set(ylabel="scaling ratio, measured", ylim=(0, 1.05), xlim=(-0.6, max(len(best), 5) - 0.4))
     axis.grid(axis="x", visible=False)
     return measured
 

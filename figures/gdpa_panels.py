@@ -25,7 +25,9 @@ def published(source: Source, phase: str) -> pd.DataFrame:
 
 def ours(source: Source, phase: str) -> pd.DataFrame:
     """Rates of our kernels, of every activation that was measured, and of softmax kernels at the same shapes."""
-    rows = select(source.frame("kernels"), phase=phase, metric="tflops", subject=("gdpa", "jagged_attention"))
+    frame = source.frame("kernels")
+    frame = frame[~frame.case.str.startswith("fp8_")]  # 8 bits against 16 is F12
+    rows = select(frame, phase=phase, metric="tflops", subject=("gdpa", "jagged_attention"))
     if rows.empty:
         return pd.DataFrame(columns=COLUMNS)
     rows = with_case(rows, source, "kind", "q_law", "q_max", "kv_max", "activation")
