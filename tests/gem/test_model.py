@@ -3,7 +3,9 @@ breaks."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from gem.model import GEM, branch_steps
 from gem.norms import KeyNorm, layer_norm
 from gem.train import train_step
 from kernels import padded_batch
+from kernels.jagged import row_ids
 from tests.gem import tiny
 
 
@@ -366,3 +369,34 @@ def test_cvr_counts_clicked_rows_only(split):
     assert torch.equal(before, loss_sums(logits, batch.labels, batch.weights)["cvr"])
     none = {"ctr": torch.ones(30), "cvr": torch.zeros(30)}
     assert normalised_loss(loss_sums(logits, batch.labels, none), {t: w.sum() for t, w in none.items()}).isfinite()
+
+
+# Code that torch.compile traces, and what torch 2.11 (the GPU environment) gets wrong there although 2.13 does not.
+TRACED = ("attention", "embeddings", "experts", "heads", "interaction", "model", "norms", "sequence")
+UNTRACEABLE = {"_replace": "Dynamo loses the fields of a NamedTuple", "_make": "the same"}
+
+
+def test_compiled_code_keeps_to_what_the_gpu_environments_torch_can_trace():
+    """The environments have different torch versions, so a CPU run cannot show this; the code's form can."""
+    root = Path(attention.__file__).parents[1]
+    files = [root / "gem" / f"{name}.py" for name in TRACED] + [root / "kernels" / "jagged.py"]
+    bad = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, where = node.func.attr, f"{path.name}:{node.lineno}"
+            if name in UNTRACEABLE:
+                bad.append(f"{where} calls {name}: {UNTRACEABLE[name]}")
+            if name in ("searchsorted", "bucketize") and any(isinstance(x, ast.Subscript) for x in ast.walk(node)):
+                bad.append(f"{where} calls {name} on a slice: Inductor reads it from its tensor's start")
+    assert not bad, bad
+
+
+def test_rows_know_their_sequence_without_a_slice():
+    """The form that needs none: empty sequences, first and last rows, rows past the end, strided offsets."""
+    for offsets in ([0], [0, 0], [0, 3, 3, 7], [0, 0, 2, 2], [0, 5, 5, 5]):
+        ends = torch.tensor(offsets, dtype=torch.int32)
+        wanted = [sum(end <= row for end in offsets[1:]) for row in range(9)]
+        assert row_ids(ends, 9).tolist() == wanted
+        assert row_ids(ends.repeat_interleave(2)[::2], 9).tolist() == wanted
