@@ -26,7 +26,11 @@ from gem.cli import Parser
 from gem.progress import Progress
 from kernels.testing import error_budget, relative_error, snr_db
 
-SHARED_SOURCES = ("kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_backward.py")
+SHARED_SOURCES = (
+    "kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_activations.py",
+    "kernels/tlx_backward.py", "kernels/tlx_backward_kernel.py", "kernels/tlx_backward_consumer.py",
+    "kernels/tlx_backward_order.py",
+)  # fmt: skip
 FOLDERS = cases.FOLDERS | dict.fromkeys(("layer_norm", "rms_norm", "norm_gdpa_norm"), "fused_norm")
 FOLDERS |= {"mx_linear": "mxfp8", "norm_quantize": "fused_norm"}
 

@@ -355,5 +355,5 @@ def _unsupported(case: Case) -> str | None:
 
 
 ACTIVATIONS = ("gelu_tanh", "gelu_taylor6", "silu", "relu")
-GEMMS = {"owner": 5}  # products a backward really does per pair of tiles, at head_dim 128
+GEMMS = {"tiles": 5}  # products a backward really does per pair of tiles, at head_dim 128
 IMPLEMENTATION = Implementation("tlx", forward, backward, _unsupported)

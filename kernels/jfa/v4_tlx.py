@@ -399,5 +399,5 @@ def _unsupported(case: Case) -> str | None:
     return hopper_only(case)
 
 
-GEMMS = {"owner": 5}  # products a backward really does per pair of tiles, at head_dim 128
+GEMMS = {"tiles": 5}  # products a backward really does per pair of tiles, at head_dim 128
 IMPLEMENTATION = Implementation("v4", forward, backward, _unsupported)

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(
     reason="GEM_FBTRITON names no folder with fbtriton",
 )
 
-# Bytes of local memory a thread. The backward keeps two accumulators, two score tiles and a part of dQ: some spill.
-FORWARD_BYTES, BACKWARD_BYTES = 0, 192
+# Bytes of local memory a thread. The backward has none in its loop over query tiles; what it spills is kept for a tile.
+FORWARD_BYTES, BACKWARD_BYTES = 0, 128
 
 SCRIPT = """
 import sys
@@ -42,10 +42,13 @@ def run(what, dim):
                 v4_tlx.forward_with(config, q, q, q, offsets, offsets, scale=0.1)
             v4_tlx.forward_with(v4_tlx.forward_config(dim, None), q, q, q, offsets, offsets, scale=0.1, window=100)
         else:
-            statistics = torch.empty(4, 256, device="meta")
             for activation in (*tlx.ACTIVATIONS, "softmax"):
-                tlx_backward.backward_with(tlx_backward.Config(), q, q, q, q, offsets, offsets, activation=activation,
-                                           scale=0.1, lse=statistics, delta=statistics)
+                for rows in (None, 100, 32):  # queries of their own, shared by all, few shared by all
+                    do = q if rows is None else q.new_empty(4 * rows, 4, dim)
+                    statistics = torch.empty(4, do.shape[0], device="meta")
+                    tlx_backward.backward_with(
+                        tlx_backward.default_config(rows), do, q[:rows], q, q, None if rows else offsets, offsets,
+                        activation=activation, scale=0.1, lse=statistics, delta=statistics)
     for c in compiled:
         print(c.name, c.registers, c.local_bytes, c.shared_bytes)
 
@@ -75,3 +78,47 @@ def test_compiles_without_spilling(what, dim, allowed):
     for name, _, spilled, shared in kernels:
         assert int(spilled) <= allowed, f"{name}: {spilled} bytes of local memory"
         assert int(shared) <= 232448, f"{name}: {shared} bytes of shared memory"
+
+
+LISTS = """
+import torch
+from kernels.jagged import lengths_to_offsets
+from kernels.tlx_backward import tile_list, unit_list
+
+g = torch.Generator().manual_seed(0)
+for case in range(30):
+    batch, spare, dense = int(torch.randint(1, 8, (1,), generator=g)), case % 4, case % 3 == 0
+    q_lengths = torch.randint(0, 400, (batch,), generator=g)
+    kv_lengths = torch.randint(0, 400, (batch,), generator=g) * torch.randint(0, 2, (batch,), generator=g)
+    kv = lengths_to_offsets(kv_lengths)
+    q = None if dense else lengths_to_offsets(q_lengths)
+    q_rows, kv_rows = 32 if dense else int(q_lengths.sum()) + spare, int(kv_lengths.sum()) + spare
+    expected = [(0, 0, int(kv[-1]), spare, 0)]  # keys past the last sequence: gradients of zero
+    for i in range(batch):
+        first = i * q_rows if dense else int(q[i])
+        rows = (0, q_rows) if dense else (first, int(q_lengths[i]))
+        expected.append((*rows, int(kv[i]), int(kv_lengths[i]), first))
+    expected = [(*e[2:4], *e[:2], e[4]) for e in expected for _ in range(-(-e[3] // 128))]
+    table, count = tile_list(q, kv, q_rows, kv_rows)
+    table, owners = table[: int(count)].tolist(), {}
+    assert sorted(tuple(row[:5]) for row in table) == sorted(expected), case
+    start = 0
+    for i, row in enumerate(table):  # the tiles of a sequence follow one another
+        start = i if row[5] == i else start
+        assert row[5] == start and row[6] == -(-row[1] // 128) and i < start + row[6], case
+        for m in range(-(-row[3] // 64)):  # no two sequences share a counter, and all counters exist
+            assert owners.setdefault(row[7] + m, row[4]) == row[4], case
+            assert row[7] + m <= (batch * q_rows if dense else q_rows) // 64 + batch + 2, case
+    assert all(a[3] >= b[3] for a, b in zip(table, table[1:], strict=False)), case
+    units, number = unit_list(q, kv, q_rows, kv_rows)
+    assert int(number) == batch + 2 and sum(units[:, 6].tolist()) == len(table), case
+print("lists hold")
+"""
+
+
+def test_lists_of_the_backward_name_every_key_tile_once():
+    """Every tile of 128 keys of every sequence once, next to its neighbours, with counters of its own."""
+    env = os.environ | {"PYTHONPATH": f"{FBTRITON}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", LISTS], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "lists hold"
