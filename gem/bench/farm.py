@@ -3,18 +3,22 @@
 A torch.compile variant of the model takes about a minute on one core and no GPU to speak of; its timing takes seconds
 and the whole GPU. So each task has a process: all of them `prepare` together, and when the last is ready they
 `measure` one after another, in the order given, while the others sleep. A process that dies or overstays its time is
-reported and costs nobody else anything.
+reported and costs nobody else anything: stragglers are stopped while those that are ready are timed.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
+
+PATIENCE = 0.4  # share of the time limit after which measuring begins without those that are not ready
 
 
 class Task(Protocol):
@@ -60,8 +64,8 @@ def run(
 ) -> list[Outcome]:
     """Run all jobs, `processes` at a time (1: in this process, one after another).
 
-    limit_s: no measuring begins after it. prepare_s, measure_s: what a process may take for a half before it is
-    stopped. Outcomes in the order of jobs.
+    limit_s: no measuring begins after it; after 0.4 of it those that are ready are timed, the others go on afterwards.
+    prepare_s, measure_s: what a process may take for a half before it is killed. Outcomes in the order of jobs.
     """
     if processes < 1:
         raise ValueError(f"processes: {processes}; allowed: 1 or more")
@@ -101,6 +105,15 @@ class _Worker:
     ready_after: float | None = None
     outcome: Outcome | None = None
 
+    @property
+    def preparing(self) -> bool:
+        return self.ready_after is None and self.outcome is None
+
+    def signal(self, number: int) -> None:
+        """Stop or continue the process, if it is still preparing."""
+        if self.preparing and self.process.is_alive():
+            os.kill(self.process.pid, number)
+
     def fail(self, reason: str) -> None:
         spent = time.monotonic() - self.started if self.ready_after is None else self.ready_after
         self.outcome = Outcome(self.job.name, "failed", reason, spent)
@@ -130,30 +143,55 @@ def _wave(wave, deadline: float, prepare_s: float, measure_s: float, say) -> lis
         process.start()
         theirs.close()
         workers.append(_Worker(job, process, pipe, time.monotonic()))
+    start = time.monotonic()
     try:
-        until = time.monotonic() + prepare_s
-        while waiting := [w for w in workers if w.ready_after is None and w.outcome is None]:
-            ready = wait([w.pipe for w in waiting], timeout=max(0.0, until - time.monotonic()))
+        # One that hangs must not cost the others their time: after a share of it, those that are ready are timed while
+        # the rest are stopped; then the rest go on with what is left.
+        patience = start + min(prepare_s, PATIENCE * (deadline - start))
+        for until in (patience, float("inf")):
+            if not (waiting := [worker for worker in workers if worker.preparing]):
+                break
+            began = time.monotonic()
             for worker in waiting:
-                if worker.pipe in ready:
-                    word, reason = worker.receive()
-                    worker.ready_after = time.monotonic() - worker.started
-                    if word != "ready":
-                        worker.fail(reason)
-                    say(f"{worker.job.name}: {word} after {worker.ready_after:.1f} s{reason and f': {reason}'}")
-                elif not ready:
-                    worker.fail(f"not ready after {prepare_s:g} s")
+                worker.signal(signal.SIGCONT)
+            _prepare(waiting, min(until, began + prepare_s, deadline), say)
+            for worker in waiting:
+                worker.signal(signal.SIGSTOP)
+            for worker in workers:
+                if worker.ready_after is not None and worker.outcome is None:
+                    _measure_in_time(worker, deadline, measure_s)
+                    say(_line(worker.outcome))
         for worker in workers:
-            if worker.outcome is None and time.monotonic() >= deadline:
-                worker.outcome = Outcome(worker.job.name, "skipped", "time was up", worker.ready_after)
-                worker.stop()
-            elif worker.outcome is None:
-                _measure(worker, measure_s)
-            say(_line(worker.outcome))
+            if worker.outcome is None:
+                worker.fail(f"not ready after {time.monotonic() - start:.0f} s")
+                say(_line(worker.outcome))
         return [worker.outcome for worker in workers]
     finally:
         for worker in workers:
             worker.stop()
+
+
+def _prepare(waiting: list[_Worker], until: float, say) -> None:
+    """Until all are ready or have failed, or time is up."""
+    while left := [worker for worker in waiting if worker.preparing]:
+        ready = wait([worker.pipe for worker in left], timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            return
+        for worker in left:
+            if worker.pipe in ready:
+                word, reason = worker.receive()
+                worker.ready_after = time.monotonic() - worker.started
+                if word != "ready":
+                    worker.fail(reason)
+                say(f"{worker.job.name}: {word} after {worker.ready_after:.1f} s{reason and f': {reason}'}")
+
+
+def _measure_in_time(worker: _Worker, deadline: float, measure_s: float) -> None:
+    if time.monotonic() >= deadline:
+        worker.outcome = Outcome(worker.job.name, "skipped", "time was up", worker.ready_after)
+        worker.stop()
+    else:
+        _measure(worker, measure_s)
 
 
 def _measure(worker: _Worker, measure_s: float) -> None:

@@ -17,6 +17,10 @@ class Task:
             os._exit(7)
         if self.how == "hangs":
             time.sleep(60)
+        if self.how == "slow":
+            for _ in range(50):
+                time.sleep(0.1)
+                self.note("tick")
         if self.how == "raises":
             raise ValueError("prepare: two\nlines")
 
@@ -24,7 +28,7 @@ class Task:
         self.note("begin")
         if self.how == "breaks":
             raise RuntimeError("measure")
-        time.sleep(0.05)
+        time.sleep(0.5 if self.name == "fast" else 0.05)
         self.note("end")
         return self.name.upper()
 

@@ -35,14 +35,24 @@ def test_measuring_is_alone_and_in_order(tmp_path, processes):
 def test_a_lost_process_costs_nobody_else_anything(tmp_path):
     found = farm.run(
         jobs(tmp_path, dies="dies", hangs="hangs", raises="raises", breaks="breaks", fine=""), 5,
-        prepare_s=8, say=lambda line: None,
+        prepare_s=4, say=lambda line: None,
     )  # fmt: skip
     status = {item.name: (item.status, item.reason) for item in found}
     assert status["fine"] == ("done", "")
     assert status["dies"] == ("failed", "its process ended with exit code 7")
-    assert status["hangs"] == ("failed", "not ready after 8 s")
+    assert status["hangs"][0] == "failed" and status["hangs"][1].startswith("not ready after ")
     assert status["raises"] == ("failed", "ValueError: prepare: two lines")
     assert status["breaks"] == ("failed", "RuntimeError: measure")
+
+
+def test_a_straggler_is_timed_last_and_stands_still_meanwhile(tmp_path):
+    found = farm.run(jobs(tmp_path, slow="slow", fast=""), 2, limit_s=8, say=lambda line: None)
+    assert [(item.name, item.status) for item in found] == [("slow", "done"), ("fast", "done")]
+    order = [entry for entry in log(tmp_path) if entry[0] != "prepare"]
+    assert order.index(("end", "fast")) < order.index(("begin", "slow"))
+    ticks = [entry for entry in order if entry == ("tick", "slow")]
+    between = order[order.index(("begin", "fast")) : order.index(("end", "fast"))]
+    assert len(ticks) > 5 and ("tick", "slow") not in between
 
 
 def test_time_that_is_up_skips_what_is_left(tmp_path):
