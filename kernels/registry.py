@@ -23,7 +23,8 @@ class Case:
     """What an implementation may base its answer on: the call's static properties, no tensor values.
 
     device_type is "cpu" or "cuda"; capability is (major, minor) of a CUDA device, (0, 0) elsewhere. `features` names
-    what the call asks for beyond the plain op: "window", "bias", "shared_q", "cross", "rotary", "schedule", "block_size" (one other than 64).
+    what the call asks for beyond the plain op: "window", "bias", "shared_q", "cross", "rotary", "schedule",
+    "block_size" (one other than 64).
     """
 
     device_type: str

@@ -1,4 +1,4 @@
-"""The quantiser's Triton kernel: byte for byte plain torch, under the interpreter; compiles for sm_90 without spills."""
+"""The quantiser's Triton kernel: byte for byte plain torch under the interpreter, and without spills on sm_90."""
 
 import os
 import subprocess
