@@ -115,7 +115,7 @@ def _of_layers(source: Source, device: str) -> dict[tuple[str, str], float]:
 
 
 def _batch(source: Source, device: str) -> str:
-    rows = select(source.frame("step"), device=device, metric="local_batch", subject="full")
+    rows = select(source.frame("step"), device=device, metric="local_batch", subject=tuple(steps.WATERFALL))
     return number(rows.p50.median()) if len(rows) else "-"
 
 

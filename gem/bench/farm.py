@@ -58,7 +58,7 @@ def run(
     processes: int,
     *,
     limit_s: float = float("inf"),
-    prepare_s: float = 240.0,
+    prepare_s: float = 1800.0,
     measure_s: float = 120.0,
     say: Callable[[str], None] = print,
 ) -> list[Outcome]:
@@ -162,9 +162,13 @@ def _wave(wave, deadline: float, prepare_s: float, measure_s: float, say) -> lis
                     _measure_in_time(worker, deadline, measure_s)
                     say(_line(worker.outcome))
         for worker in workers:
-            if worker.outcome is None:
+            if worker.outcome is None and time.monotonic() >= deadline:
+                worker.outcome = Outcome(worker.job.name, "skipped", "not ready when time was up")
+            elif worker.outcome is None:
                 worker.fail(f"not ready after {time.monotonic() - start:.0f} s")
-                say(_line(worker.outcome))
+            else:
+                continue
+            say(_line(worker.outcome))
         return [worker.outcome for worker in workers]
     finally:
         for worker in workers:

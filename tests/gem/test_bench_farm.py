@@ -55,6 +55,11 @@ def test_a_straggler_is_timed_last_and_stands_still_meanwhile(tmp_path):
     assert len(ticks) > 5 and ("tick", "slow") not in between
 
 
+def test_what_is_not_ready_when_time_is_up_is_skipped_and_not_failed(tmp_path):
+    found = farm.run(jobs(tmp_path, hangs="hangs", fine=""), 2, limit_s=5, say=lambda line: None)
+    assert [(item.name, item.status) for item in found] == [("hangs", "skipped"), ("fine", "done")]
+
+
 def test_time_that_is_up_skips_what_is_left(tmp_path):
     found = farm.run(jobs(tmp_path, a="", b=""), 1, limit_s=1e-9, say=lambda line: None)
     assert [item.status for item in found] == ["skipped", "skipped"] and not (tmp_path / "log").exists()
