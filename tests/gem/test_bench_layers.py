@@ -12,6 +12,7 @@ from gem.bench import attribution, cells, farm, layers, step
 from gem.bench.attribution import PLAYERS
 from gem.bench.cells import BASE, COLUMNS, PER_EVENT, Cell
 from gem.bench.timing import Timing
+from gem.counts import Counts
 from gem.hardware import Peak
 from gem.sequence import SelfAttentionBlock
 
@@ -216,6 +217,26 @@ def test_a_cell_is_checked_and_timed_on_every_event_type(monkeypatch):
     assert all(item.both.p50 > 0 and item.flops > 0 and item.parts for item in found.values())
     monkeypatch.setattr(cells, "problem", lambda *rest: ("output: error 1", 1.0))
     assert {item.status for item in task.measure().values()} == {("failed", "output: error 1")}
+
+
+def test_embedding_and_heads_come_from_a_model_whose_layers_are_not_compiled(monkeypatch):
+    build = layers.train.build
+
+    def with_compiled_layers(*given):
+        model = build(*given)
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        return model
+
+    monkeypatch.setattr(layers.train, "build", with_compiled_layers)
+    task = layers.FixedTask(OPTIONS)
+    task.prepare()
+    assert all(layer._compiled_call_impl is None for layer in task.model.layers)
+    found = task.measure()
+    assert set(found) == set(layers.FIXED)
+    whole = task.model.flops(Counts(8, next(task.split.epoch(8, 0, 0)).lengths))
+    assert {name: item.flops for name, item in found.items()} == {name: 3 * whole[name] for name in layers.FIXED}
+    assert all(item.both.p50 > 0 for item in found.values())
 
 
 def test_a_lost_cell_is_a_failed_cell():
