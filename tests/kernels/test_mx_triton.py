@@ -11,7 +11,7 @@ from tests.kernels import mx_triton_checks, triton_interpreted
 
 @pytest.fixture(scope="module")
 def found():
-    return triton_interpreted.results("tests.kernels.mx_triton_checks")
+    return triton_interpreted.results("tests.kernels.mx_triton_checks", timeout=900)
 
 
 @pytest.mark.parametrize("check", mx_triton_checks.CHECKS)
