@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         "lengths_of_the_neighbour",
         eager,
-        "_spans",
+        "_starts_lengths",
         lengths_of_the_neighbour,
         test_gdpa.test_o17_cross_attention_uses_its_own_keys,
         {"impl": "eager"},

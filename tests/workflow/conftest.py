@@ -20,7 +20,7 @@ p = argparse.ArgumentParser()
 for name in ("tier", "variant", "data", "run", "case"):
     p.add_argument(f"--{name}")
 p.add_argument("--experiment", default="train")
-a = p.parse_args()
+a, _ = p.parse_known_args()
 row = workflow.read_sheet("variants")[a.variant]
 with record.Run(a.run, a.experiment, case_row=row, sources=("gem/train.py",)) as run:
     for seed in (0, 1):
@@ -35,7 +35,7 @@ from gem import record
 p = argparse.ArgumentParser()
 for name in ("tier", "experiment", "run"):
     p.add_argument(f"--{name}")
-a = p.parse_args()
+a, _ = p.parse_known_args()
 with record.Run(a.run, a.experiment or NAME, sources=("gem/job.py",)) as run:
     run.add(case="c", subject="gdpa", impl="eager", phase="fwd", metric="time_ms", p50=1.0)
 """
@@ -53,6 +53,7 @@ STUBS = {
     "gem/train.py": STUB_TRAIN,
     "gem/bench/kernels.py": STUB_BENCH,
     "gem/bench/balance.py": STUB_BENCH.replace("NAME", '"balance"'),
+    "gem/bench/data_flow.py": STUB_BENCH.replace("NAME", '"data_flow"'),
     "gem/bench/activations.py": STUB_BENCH.replace("NAME", '"activations"'),
     "gem/bench/mx_errors.py": STUB_BENCH.replace("NAME", '"mx"'),
     "gem/bench/modelled.py": STUB_BENCH.replace("NAME", '"model"'),
