@@ -11,7 +11,8 @@ from gem import job, record_store
 from .conftest import Workplace
 
 BENCHES = {
-    f"bench_{name}" for name in ("activations", "balance", "kernels", "modelled", "mx_errors", "simulate", "windows")
+    f"bench_{name}"
+    for name in ("activations", "balance", "kernels", "modelled", "mx_errors", "simulate", "windows", "data_flow")
 }
 MEASURED = ("train", "bench", "ablations")
 
