@@ -232,8 +232,17 @@ def with_optimizer(kind, **kwargs):
     return dataclasses.replace(config, implementations=dataclasses.replace(config.implementations, optimizer=kind))
 
 
+@pytest.fixture
+def one_thread():
+    """AdamW scales even a gradient that is nothing but rounding (of a key's bias) to a full step: sums in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
-def test_the_step_that_waits_for_nothing_is_the_same_step(data, kind):
+def test_the_step_that_waits_for_nothing_is_the_same_step(data, kind, one_thread):
     config = with_optimizer(kind, train={"clip_norm": 0.05})
     models = [train.build(config, data, 0, CPU) for _ in range(2)]
     optimizers = [Optimizers(model, config, 10) for model in models]
