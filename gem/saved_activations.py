@@ -91,7 +91,7 @@ def pack_mx4(value: torch.Tensor) -> tuple:
     exponent = exponent.clamp(-127, 126)
     scaled = torch.ldexp(rows, -exponent)
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=value.device)
-    code = torch.bucketize(scaled.abs(), edges).to(torch.uint8)
+    code = torch.bucketize(scaled.abs().contiguous(), edges).to(torch.uint8)
     code |= (scaled < 0).to(torch.uint8) << 3
     exponent = torch.where(amax.isfinite(), exponent, 127).to(torch.int8)
     return code[..., ::2] | (code[..., 1::2] << 4), exponent, value.shape, value.dtype
