@@ -1,6 +1,7 @@
 """Activation checkpointing, put on from outside: which activations of the forward are kept for the backward.
 
-A region is a part of a layer with a budget of its own: one event type's branch, or the experts. The budget is the
+A region is a module with a budget of its own: the feed-forward, self-attention or pooling of an event type in a layer,
+or a layer's experts. The budget is the
 share of its activations that may be kept: 1 keeps all, 0 keeps nothing but the region's inputs and runs it again in
 the backward. Under torch.compile a region is one graph and the compiler's partitioner chooses what to keep within the
 budget; without a compiler nothing lies between all and nothing.
@@ -36,11 +37,11 @@ def levels(backend: str) -> tuple[float, ...]:
 
 def regions(model: GEM) -> dict[str, nn.Module]:
     """Name -> module of every part of a layer that can have a budget of its own, in the order of the forward."""
-    found = {}
-    for index, layer in enumerate(model.layers):
-        found |= {f"layer{index}.{name}": branch for name, branch in layer.branches.items()}
-        found[f"layer{index}.interaction"] = layer.interaction
-    return found
+    return {
+        f"layer{index}.{name}": module
+        for index, layer in enumerate(model.layers)
+        for name, module in layer.modules_by_name().items()
+    }
 
 
 def set_budgets(model: GEM, budgets: Mapping[str, float], backend: str) -> None:
@@ -58,7 +59,7 @@ def set_budgets(model: GEM, budgets: Mapping[str, float], backend: str) -> None:
         region = known[name]
         plain = type(region).forward.__get__(region)
         if backend != "eager":
-            region.forward = compilation.compiled(plain, _within(float(budget), backend))
+            compilation.compile_module(region, _within(float(budget), backend))
         elif budget < 1:
             region.forward = partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -60,6 +60,16 @@ class Layer(nn.Module):
                 events[name], pooled[name] = self.branches[f"{name}_branch"](events[name], personal, pooled[name])
         return self.interaction(x, personal, [pooled[name] for name in self.names]), events, pooled
 
+    def modules_by_name(self) -> dict[str, nn.Module]:
+        """The steps of every branch and the interaction, in the order of the forward: the parts that are compiled and
+        checkpointed each on its own."""
+        found = {
+            f"{name}.{step}": module
+            for name, branch in self.branches.items()
+            for step, module in branch.named_children()
+        }
+        return found | {"interaction": self.interaction}
+
     def flops(self, counts: Counts) -> dict[str, int]:
         total = {"interaction": self.interaction.flops(counts), "summary": self.summary.flops(counts)}
         for name in self.names:

@@ -73,7 +73,7 @@ def build(config: Config, data: Data, seed: int, device: torch.device, *, fused_
     if device.type == "cuda" if fused_tables is None else fused_tables:
         fused.apply(model, config)
     mode, backend = config.toggles.checkpointing, config.implementations.compile
-    compilation.apply(model, backend, layers=mode is Checkpointing.NONE)  # else regions are compiled one by one
+    compilation.apply(model, backend, regions=mode is Checkpointing.NONE)  # else under their budgets
     saved, budget = config.toggles.saved_activations, config.train.checkpoint_budget
     sample = functools.partial(_forward_of_a_sample, model, config, data, device)
     return checkpointing.apply(model, mode, backend=backend, budget=budget, saved=saved, forward=sample)

@@ -167,10 +167,9 @@ def compiled(built: Built, config: Config) -> Built:
     backend = config.implementations.compile
     if backend == "eager":
         return built
-    torch._dynamo.config.specialize_float = True
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    torch.fx.experimental._config.use_duck_shape = False
-    return dataclasses.replace(built, call=compilation.compiled(built.module, backend))
+    compilation.settle(2)
+    compilation.compile_module(built.module, backend)
+    return built
 
 
 def problem(kind: str, built: Built, config: Config, data: dict, device: torch.device, event: int = 0):

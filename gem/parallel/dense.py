@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gem.compile import compiled
+from gem import compile as compilation
 from gem.config import Checkpointing
 from gem.heads import normalised_loss
 from gem.model import GEM
@@ -126,7 +126,7 @@ def shard(
     unit(model.heads, meshes.dense, "heads", reshard=False)  # the backward starts with them
     # what is left (embeddings of events) is small and needed first and last: it stays gathered
     result.changes += shard_unit(model, meshes.dense, options, dtype, ignored=tables, reshard=False)
-    _hooks_outside_graphs(model, result.units, model.config.implementations.compile)
+    _graphs_inside_units(model, result.units, model.config.implementations.compile)
     _prefetch(model, result.units, options.prefetch)
     if options.tables == "replicated" and plan.gpus > 1:
         for table in tables:
@@ -234,24 +234,18 @@ def _check(model: GEM, plan: Mesh, dtype: str) -> None:
         raise ValueError("dense: the model is sharded already; allowed: once")
 
 
-def _hooks_outside_graphs(model: GEM, units: list[FSDPModule], backend: str) -> None:
-    """FSDP's hooks gather parameters around a unit's forward, so its graph must be that of `forward`, not of the call.
-
-    A layer whose experts are elsewhere cannot be one graph, since their collectives would break it: its parts are.
-    """
+def _graphs_inside_units(model: GEM, units: list[FSDPModule], backend: str) -> None:
+    """Experts that are elsewhere are reached by collectives, so the interaction around them is no graph: each expert
+    is. FSDP's own hooks run around a unit's forward, outside of all graphs."""
     if backend == "eager":
         return
+    for layer in model.layers:
+        if any(isinstance(module, ExpertParallel) for module in layer.interaction.modules()):
+            compilation.leave_plain(layer.interaction)
     for unit in units:
         if isinstance(unit, ExpertParallel):
             for expert in unit.children():
-                expert.forward = compiled(expert.forward, backend)
-        elif unit._compiled_call_impl is not None:
-            unit._compiled_call_impl = None
-            if any(isinstance(module, ExpertParallel) for module in unit.modules()):
-                for part in (unit.summary, *unit.branches.values()):
-                    part.forward = compiled(part.forward, backend)
-            else:
-                unit.forward = compiled(unit.forward, backend)
+                compilation.compile_module(expert, backend)
     # FSDP marks its modules for dynamo, which then takes their whole numbers (heads, widths) for symbols under
     # dynamic=True; gathered parameters are ordinary tensors inside a unit, so the mark is not needed there
     for module in model.modules():

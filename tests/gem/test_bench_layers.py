@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from gem import compile as compilation
 from gem import config as configuration
 from gem import record
 from gem.bench import attribution, cells, farm, layers, step
@@ -225,13 +226,13 @@ def test_embedding_and_heads_come_from_a_model_whose_layers_are_not_compiled(mon
     def with_compiled_layers(*given):
         model = build(*given)
         for layer in model.layers:
-            layer.compile(backend="eager")
+            compilation.compile_module(layer.interaction, "eager")
         return model
 
     monkeypatch.setattr(layers.train, "build", with_compiled_layers)
     task = layers.FixedTask(OPTIONS)
     task.prepare()
-    assert all(layer._compiled_call_impl is None for layer in task.model.layers)
+    assert not any(compilation.is_compiled(layer.interaction) for layer in task.model.layers)
     found = task.measure()
     assert set(found) == set(layers.FIXED)
     whole = task.model.flops(Counts(8, next(task.split.epoch(8, 0, 0)).lengths))

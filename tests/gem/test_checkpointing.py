@@ -92,8 +92,10 @@ def test_too_little_memory_is_an_error():
 def test_regions_are_measured_and_recomputing_keeps_less(data):
     model = train.build(tiny.config(), data, 0, CPU)
     found = checkpointing.regions(model)
+    steps = ("feed_forward", "attention", "pooler")
     assert [name for name in found if name.startswith("layer0.")] == [
-        "layer0.impression_branch", "layer0.click_branch", "layer0.interaction"]  # fmt: skip
+        *(f"layer0.{event}_branch.{step}" for event in ("impression", "click") for step in steps), "layer0.interaction"
+    ]  # fmt: skip
     forward = lambda: model(data.train.batch(np.arange(24)))  # noqa: E731
     points = regions.measure(model, forward, found, (0.0, 1.0), lambda m, b: checkpointing.set_budgets(m, b, "eager"))
     table = {(p.region, p.budget): p for p in points}
@@ -147,7 +149,7 @@ def test_the_partitioner_keeps_less_within_a_smaller_budget(data):
 
 def test_unknown_regions_and_budgets_are_errors(data):
     model = train.build(tiny.config(), data, 0, CPU)
-    with pytest.raises(ValueError, match=r"unknown region 'layer9'; allowed: layer0\.impression_branch"):
+    with pytest.raises(ValueError, match=r"unknown region 'layer9'; allowed: layer0\.impression_branch\.feed_forward"):
         checkpointing.set_budgets(model, {"layer9": 1.0}, "eager")
     with pytest.raises(ValueError, match=r"budget 1\.5 of region layer0\.interaction; allowed"):
         checkpointing.set_budgets(model, {"layer0.interaction": 1.5}, "eager")

@@ -99,6 +99,16 @@ def test_what_does_not_depend_on_the_chip_is_judged_from_a_cpu():
     assert claims.judge(RULE | changes, [source(*modelled)], DIRECTIONS)["scope"] == "modelled"
 
 
+def test_what_was_measured_comes_before_what_a_gpu_host_modelled_and_devices_stay_apart():
+    modelled = [row(scope="modelled"), row(impl="v4", p50=0.25, scope="modelled")]
+    one = source(*modelled, name="data/measured/h200")
+    two = source(row(), row(impl="v4", p50=0.5), name="data/measured/h200x2")
+    result = claims.judge(RULE, [one, two], DIRECTIONS)
+    assert (result["ours"], result["scope"]) == ("2", "measured")
+    assert result["source_record"].startswith("data/measured/h200x2/kernels.csv")
+    assert claims.judge(RULE, [one], DIRECTIONS)["ours"] == "4"
+
+
 def test_own_gpu_records_come_before_frozen_ones():
     mine = source(row(), row(impl="v4", p50=0.5), name="results/gpu/records")
     frozen = source(row(), row(impl="v4", p50=0.9))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gem import compile as compilation
 from gem import config as configuration
 from gem import train
 from gem.config import TOGGLE_TYPES, Config, load_tier
@@ -124,10 +125,11 @@ def test_balance_reorders_the_samples(data):
         assert torch.equal(one.sort(0).values, other.sort(0).values)  # the same samples
 
 
-def test_compile_wraps_every_layer(data):
-    off, on = (train.build(made(compile=value), data, 0, CPU) for value in ("off", "on"))
-    assert [layer._compiled_call_impl is None for layer in off.layers] == [True, True]
-    assert [layer._compiled_call_impl is None for layer in on.layers] == [False, False]
+def test_compile_wraps_every_module_of_every_layer(data):
+    for value in ("off", "on"):
+        model = train.build(made(compile=value), data, 0, CPU)
+        modules = [module for layer in model.layers for module in (layer.summary, *layer.modules_by_name().values())]
+        assert {compilation.is_compiled(module) for module in (*modules, model.heads)} == {value == "on"}
 
 
 def test_the_fused_norms_run_the_gdpa_that_the_row_names(data):

@@ -287,8 +287,8 @@ def test_mean_pooling_divides_by_the_whole_bag():
 
 
 def test_layers_compile_without_graph_breaks(split):
-    """One graph a layer, for batches of other sizes too: fullgraph makes a break an error, and nothing is compiled
-    again as lengths and sizes change. What follows from offsets is made once a batch and shared by layers, forward and
+    """One graph a module, shared by layers and by event types of the same sizes: fullgraph makes a break an error, and
+    nothing is compiled again as lengths and sizes change. What follows from offsets is made once a batch and shared by layers, forward and
     backward."""
     plain = build(split, self_attention="block", pooling="hsp")
     compiled = build(split, self_attention="block", pooling="hsp")
@@ -305,8 +305,8 @@ def test_layers_compile_without_graph_breaks(split):
         torch.testing.assert_close(loss_one, loss_two, rtol=1e-5, atol=1e-6)
         for name, grad in one.items():
             torch.testing.assert_close(grad, two[name], rtol=1e-3, atol=1e-5)
-    # two layers (the second has one event type fewer), two event types, the features, the heads
-    assert made == [6, 6, 6]
+    # two event types of different widths have an embedding and three steps each; features, summary, interaction, heads
+    assert made == [2 * 4 + 4] * 3
     with pytest.raises(ValueError, match="unknown implementation 'jit'; allowed: eager, aot_eager, inductor"):
         compilation.apply(plain, "jit")
 
