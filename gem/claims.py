@@ -1,11 +1,13 @@
 """Verdicts on the claims of the source, by rules that are data (config/claims.tsv) fixed before the measurements.
 
     python -m gem.claims --records results/smoke/records --output results/smoke/claims/claims.csv
+    python -m gem.claims --output results/frozen/claims/claims.csv      from the shipped records alone
 
 A rule selects records for a numerator and, for a comparison, a denominator; pairs them case by case; transforms and
 aggregates; and compares with reproduced_at and partly_at. Numbers of a chip's speed come from a GPU: from this tier's
 own records when they are a GPU's, else from the frozen ones under data/measured,
-else the claim is not attempted and says why.
+else the claim is not attempted and says why. Records of two devices are never put together: the first device that has
+what a rule asks for is judged, what was measured before what was modelled beside it.
 What does not depend on the chip (data, balance, quality) may come from a CPU.
 
 verdict: reproduced, exceeded (an achievement beyond the source's best figure), partly, not_reproduced, context,
@@ -56,13 +58,15 @@ class Source:
         return Source(folder.as_posix(), frame.assign(device=kind), runs)
 
 
-def sources_of(records: Path, measured: Path) -> list[Source]:
-    """This tier's records, then the frozen ones, the reference device first."""
+def sources_of(records: Path | None, measured: Path) -> list[Source]:
+    """This tier's records where there are any, then the frozen ones, the reference device first."""
     rank = {name: index for index, name in enumerate(PREFERRED_DEVICES)}
     folders = sorted(
-        (path for path in measured.glob("*") if path.is_dir()), key=lambda path: (rank.get(path.name, 99), path.name)
+        (path for path in measured.glob("*") if (path / "runs.json").exists()),
+        key=lambda path: (rank.get(path.name, 99), path.name),
     )
-    return [Source.of(folder) for folder in [records, *folders] if folder.exists()]
+    own = [records] if records and records.exists() else []
+    return [Source.of(folder) for folder in [*own, *folders]]
 
 
 def judge(rule: dict, sources: Iterable[Source], directions: dict[str, str]) -> dict:
@@ -73,7 +77,7 @@ def judge(rule: dict, sources: Iterable[Source], directions: dict[str, str]) -> 
         verdict = "context" if rule["scope"] == "context" else "not_attempted"
         return row | {"verdict": verdict, "limiter": rule["not_attempted_reason"]}
     reason = f"no record of {rule['experiment']} fits {rule['numerator']}"
-    best_free = None
+    best_chip, best_free = None, None
     for source in sources:
         rows = source.frame[source.frame.experiment == rule["experiment"]]
         gpu = rows[rows.device == "cuda"]
@@ -83,15 +87,22 @@ def judge(rule: dict, sources: Iterable[Source], directions: dict[str, str]) -> 
             pairs, why = pair(rule, usable, directions)
             if pairs is None:
                 reason = why or reason
-            elif chip:
+            elif chip and _measured(usable, pairs):
                 return row | _verdict(rule, source, usable, pairs)
-            elif best_free is None:
-                best_free = (source, usable, pairs)
-    if best_free:
-        return row | _verdict(rule, *best_free)
+            elif chip:  # modelled on a host with a GPU
+                best_chip = best_chip or (source, usable, pairs)
+            else:
+                best_free = best_free or (source, usable, pairs)
+    if best_chip or best_free:
+        return row | _verdict(rule, *(best_chip or best_free))
     if (rule["experiment"] not in CHIP_FREE) and "fits" in reason:
         reason = f"needs a GPU record of {rule['experiment']} ({reason})"
     return row | {"verdict": "not_attempted", "limiter": rule["not_attempted_reason"] or reason}
+
+
+def _measured(rows: pd.DataFrame, pairs: pd.DataFrame) -> bool:
+    """Whether a number of the rule's numerator was measured or emulated, not modelled alone."""
+    return bool((rows[rows.run_id.isin(pairs.run_id)].scope != "modelled").any())
 
 
 def pair(rule: dict, rows: pd.DataFrame, directions: dict[str, str]) -> tuple[pd.DataFrame | None, str | None]:
@@ -250,7 +261,7 @@ def table(rules: Iterable[dict], sources: list[Source]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="python -m gem.claims", description="Judge the claims of the source.")
-    parser.add_argument("--records", type=Path, required=True, help="merged records of a tier")
+    parser.add_argument("--records", type=Path, help="merged records of a tier (without: shipped records alone)")
     parser.add_argument(
         "--measured", type=Path, default=Path("data/measured"), help="frozen records, one folder a device"
     )

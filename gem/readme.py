@@ -115,16 +115,9 @@ def generate(text: str, rows: Sequence[Mapping], runs: Mapping[str, Mapping]) ->
 
 def shipped(measured: Path) -> tuple[list[dict], dict[str, dict]]:
     """Rows of claims.csv and runs, from the shipped records alone."""
-    sources = [claims.Source.of(path) for path in _devices(measured)]
+    sources = claims.sources_of(None, measured)
     text = claims.table(read_sheet("claims").values(), sources)
     return list(csv.DictReader(io.StringIO(text))), {k: v for source in sources for k, v in source.runs.items()}
-
-
-def _devices(measured: Path) -> list[Path]:
-    """Folders of frozen records, the reference device first."""
-    rank = {name: index for index, name in enumerate(claims.PREFERRED_DEVICES)}
-    folders = (path for path in measured.glob("*") if (path / "runs.json").exists())
-    return sorted(folders, key=lambda path: (rank.get(path.name, len(rank)), path.name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

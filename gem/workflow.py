@@ -263,6 +263,10 @@ class Settings:
     def all_records(self, wildcards) -> list[str]:
         return [f"results/{wildcards.run}/records/{name}.csv" for name in self._experiments_of(wildcards.run)]
 
+    def own_records(self, wildcards) -> str:
+        """Records that claims are judged on before the shipped ones: none for `frozen`."""
+        return f"--records {self.results}/records" if wildcards.run == self.name else ""
+
     def shipped_files(self) -> list[str]:
         return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "data" / "measured").glob("*/*.csv"))
 

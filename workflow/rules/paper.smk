@@ -23,12 +23,13 @@ rule judge_claims:
         runtime=5,
     params:
         rules=RUN.sheets["claims"],
+        own=RUN.own_records,
         sources=plan.sources("gem/claims.py gem/expected.py"),
         shipped=plan.shipped_digest(),
     message:
         "Judging the claims of the source from the records of {wildcards.run}"
     shell:
-        "python -m gem.claims --records results/{wildcards.run}/records --measured data/measured"
+        "python -m gem.claims {params.own} --measured data/measured"
         " --output {output} > {log} 2>&1"
 
 
