@@ -1,10 +1,9 @@
 """Activation checkpointing, put on from outside: which activations of the forward are kept for the backward.
 
 A region is a module with a budget of its own: the feed-forward, self-attention or pooling of an event type in a layer,
-or a layer's experts. The budget is the
-share of its activations that may be kept: 1 keeps all, 0 keeps nothing but the region's inputs and runs it again in
-the backward. Under torch.compile a region is one graph and the compiler's partitioner chooses what to keep within the
-budget; without a compiler nothing lies between all and nothing.
+or a layer's experts. The budget is the share of its activations that may be kept: 1 keeps all, 0 keeps nothing but the
+region's inputs and runs it again in the backward. Under torch.compile a region is one graph and the compiler's
+partitioner chooses what to keep within the budget; without a compiler nothing lies between all and nothing.
 
 Source: one global budget for the compiled model is replaced by a budget a region, spent where a gigabyte saves the
 most milliseconds. `uniform` gives every region the same budget; `region` measures the regions on a batch
