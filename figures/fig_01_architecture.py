@@ -9,7 +9,7 @@ from figures.load import need, select
 
 ID = "F01"
 CAPTION = (
-    "The miniature GEM. Left: data flow with the sizes of one preset: ids and dense features become non-sequence "
+    "Left: data flow with the sizes of one preset: ids and dense features become non-sequence "
     "tokens X, event histories become jagged sequences S; every layer runs a branch an event type and the experts "
     "over X, its summary and the summaries H of the histories. Right: share of forward FLOPs a sample by part, "
     "for every preset, computed from the modules and the tier's length law. Nothing here is measured."
@@ -22,7 +22,7 @@ def draw(source):
     rows = rows[rows.subject.isin(PARTS)].drop_duplicates(["case", "subject"])
     config = next((source.runs[run]["config"] for run in rows.run_id if run in source.runs), {})
     drawn = config.get("drawn") or rows.case.iloc[0]
-    figure, axes = style.panels(1, 2, height=3.9, width_ratios=[1.75, 1])
+    figure, axes = style.panels(1, 2, height=3.7, width_ratios=[2.2, 1])
     diagram(axes[0, 0], drawn, config.get("presets", {}).get(drawn, {}))
     right = axes[0, 1]
     total = rows.groupby("case").p50.sum()
@@ -85,7 +85,7 @@ def diagram(axis, preset: str, sizes: dict) -> None:
     axis.text(7.75, 1.72, "S: jagged", va="center", fontsize=style.FONT)
     box(0.0, 2.2, 10.0, 5.9, "", "#fbfbfb", style.GREY)
     axis.text(0.2, 7.75, f"layer, {size('num_layers')} times", fontsize=style.FONT, va="center")
-    box(0.3, 2.5, 4.0, 1.0, f"summary X_sum: {size('num_summary')} tokens", "#dcedf8")
+    box(0.3, 2.5, 4.0, 1.0, f"summary X_sum\n{size('num_summary')} tokens", "#dcedf8")
     box(5.2, 2.5, 4.5, 1.0, f"GDPA feed-forward, {size('num_kv')} K/V\nfrom X_sum", "#d4e4f1")
     box(5.2, 3.95, 4.5, 1.65, f"self-attention\nwidth {widths}\nwindow {windows}", "#fbeacb")
     box(5.2, 6.0, 4.5, 1.2, f"pooling to H: {size('num_seeds')} tokens\nlayers {depth}, heads {heads}", "#cfeae2")

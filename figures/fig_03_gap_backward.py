@@ -6,8 +6,8 @@ from figures import cli, gap
 
 ID = "F03"
 CAPTION = (
-    "Backward throughput of dense softmax attention in a benchmark and of the baseline GDPA kernel on real- "
-    "traffic shapes, by bin of the longest sequence. Left: the source's B200 (data table 2). Beside it: our "
+    "Backward throughput of dense softmax attention in a benchmark and of the baseline GDPA kernel on "
+    "real-traffic shapes, by bin of the longest sequence. Left: the source's B200 (data table 2). Beside it: our "
     "devices, measured, useful pairs only; each panel has its own scale."
 )
 

@@ -29,7 +29,7 @@ def draw(source):
     table = need(pd.concat([part[columns] for part in (rows, times) if len(part)] or [rows]), "schedule")
     devices = best_device_first(times.device)
     first = 1 if len(rows) else 0  # records shipped for a GPU alone may hold times only
-    figure, axes = style.panels(first + len(devices), 2, height=2.6)
+    figure, axes = style.panels(first + len(devices), 2, height=2.2)
     if first:
         grouped(axes[0, 0], rows[rows.metric == "skew"])
         grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
@@ -40,10 +40,11 @@ def draw(source):
             axis.axhline(1, color=style.INK, linewidth=0.8)
     for line, device in enumerate(devices, start=first):
         axes[line, 1].remove()
+        axes[line, 0].set_subplotspec(axes[line, 0].get_gridspec()[line, :])
         grouped(axes[line, 0], times[times.device == device])
         axes[line, 0].set(ylabel="time / time of the grid")
         axes[line, 0].set_title(f"{source.device_label(device)}: GDPA forward")
-    style.legend(figure, [*axes[0, : 1 + first], *axes[1:, 0]])
+    style.legend(figure, [*axes[0, : 1 + first], *axes[1:, 0]], columns=3)
     return figure, table.reset_index(drop=True)
 
 
@@ -55,8 +56,9 @@ def grouped(axis, part):
         for row in part[part.impl == name].itertuples():
             at = cases.index(row.case) + (index - (len(orders) - 1) / 2) * width
             style.bar(axis, at, row.value, "order", name, width=width)
-    labels = [case.removeprefix("gdpa_switch_").removeprefix("tiles_").replace("_", "\n") for case in cases]
-    axis.set_xticks(range(len(cases)), labels)
+    labels = [case.removeprefix("gdpa_switch_").removeprefix("tiles_").replace("_", " ") for case in cases]
+    axis.set_xticks(range(len(cases)), labels, rotation=25, ha="right", rotation_mode="anchor")
+    axis.grid(axis="x", visible=False)
 
 
 if __name__ == "__main__":

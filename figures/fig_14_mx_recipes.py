@@ -11,9 +11,9 @@ ID = "F14"
 CAPTION = (
     "Left: signal over error power of each matrix product of a linear layer and of each gradient of attention, by "
     "recipe, on tensors with outlier channels and heavy-tailed gradients; MX numerics are emulated exactly in "
-    "float32; a product that a recipe leaves in high precision has no point. Right: held-out NE of the click task "
-    "minus that of the same model in full precision with the same seed; point: median over seeds, whiskers: 20 "
-    "and 80 % quantiles. Lower is better on the right, 0 is no regression."
+    "float32; a product that a recipe leaves in high precision has no point. Right, where such variants were "
+    "trained: held-out NE of the click task minus that of the same model in full precision with the same seed; "
+    "point: median over seeds, whiskers: 20 and 80 % quantiles. Lower is better on the right, 0 is no regression."
 )
 ORDER = ("linear_y", "linear_dx", "linear_dw", "attention_o", "attention_dq", "attention_dk", "attention_dv")
 HIGH_DB = 60.0  # a product that a recipe leaves in full precision
@@ -24,8 +24,15 @@ def draw(source):
     errors, quality = error_rows(source), quality_rows(source)
     if errors.empty and quality.empty:
         raise NoDataError("no records of mx, and none of train for the MX variants")
-    figure, axes = style.panels(1, 2, height=3.0)
-    left, right = axes[0]
+    figure, axes = style.panels(1, 1 + (len(quality) > 0), height=3.0)
+    draw_errors(axes[0, 0], errors)
+    if len(quality):
+        draw_quality(axes[0, 1], quality)
+    style.legend(figure, [axes[0, 0]])
+    return figure, need(pd.concat([errors, quality], ignore_index=True), "mx")
+
+
+def draw_errors(left, errors: pd.DataFrame) -> None:
     cases = [name for name in ORDER if name in set(errors.case)]
     cases += sorted(set(errors.case) - set(cases))
     recipes = [name for name in style.FAMILIES["recipe"] if name in set(errors.recipe)]
@@ -37,6 +44,9 @@ def draw(source):
     left.set_yticks(range(len(cases)), [case.replace("_", " ") for case in cases])
     left.invert_yaxis()
     left.set(xlabel="signal / error power, dB (higher is better)", title="Error of each product")
+
+
+def draw_quality(right, quality: pd.DataFrame) -> None:
     names = list(dict.fromkeys(quality.case))
     for at, row in enumerate(quality.itertuples()):
         look = style.look("recipe", row.recipe)
@@ -47,8 +57,6 @@ def draw(source):
     right.invert_yaxis()
     right.set(xlabel="NE (click) minus full precision", title="Quality")
     right.ticklabel_format(axis="x", scilimits=(-2, 3))
-    style.legend(figure, [left])
-    return figure, need(pd.concat([errors, quality], ignore_index=True), "mx")
 
 
 def error_rows(source) -> pd.DataFrame:

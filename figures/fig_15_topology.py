@@ -9,11 +9,11 @@ from figures.load import NoDataError, need
 
 ID = "F15"
 CAPTION = (
-    "Left: time of an all-gather over the bytes gathered, on each tier of the network: a host, a zone, and across "
-    "zones whose links are oversubscribed; small messages pay for hops, large ones for bandwidth. Crosses: NCCL "
-    "between two GPUs of one host, where such records exist. Right: what each axis of a job of 4,096 GPUs would "
-    "spend on its tier in a step if nothing were hidden, and the bytes that a rank sends. Modelled, from the "
-    "constants in the run of the records; not calibrated unless the title says otherwise."
+    "Time of an all-gather over the bytes gathered. Crosses: NCCL between two GPUs of one host, where such records "
+    "exist. Lines, where jobs are modelled: each tier of the network, a host, a zone, and across zones whose links are "
+    "oversubscribed; small messages pay for hops, large ones for bandwidth. Right, modelled: what each axis of "
+    "a job of 4,096 GPUs would spend on its tier in a step if nothing were hidden, and the bytes that a rank sends. "
+    "Models take the constants in the run of the records, not calibrated unless the title says otherwise."
 )
 AXES = {
     "axis_shard": "FSDP, all but experts",
@@ -57,10 +57,9 @@ def draw(source):
 
 def alone(pair: pd.DataFrame):
     """What was measured, where nothing is modelled: a build from shipped records."""
-    figure, panels = style.panels(1, 2, height=2.6)
+    figure, panels = style.panels(1, 1, height=2.1)
     gathers(panels[0][0], pair)
-    style.blank(panels[0][1], "modelled jobs")
-    figure.suptitle("Measured on one host; the model is made in tier smoke", x=0.01, ha="left")
+    figure.suptitle("Measured on one host; no records of modelled jobs in this build", x=0.01, ha="left")
     style.legend(figure, [panels[0][0]])
     return figure, pair.reindex(columns=COLUMNS)
 

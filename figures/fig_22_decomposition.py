@@ -9,10 +9,11 @@ from figures.load import NoDataError, select
 
 ID = "F22"
 CAPTION = (
-    "Left: where the time of a step goes over the number of GPUs with every dimension in use; the compute part is the "
-    "scaling ratio. Middle: end-to-end MFU at 4,096 GPUs with every dimension, without one of them, and with none; the "
-    "dotted line is local MFU, which a scaling ratio of one would keep. Both modelled, not calibrated unless the title "
-    "says otherwise. Right, where records exist: scaling ratio of measured steps by number of GPUs."
+    "Where steps were timed: scaling ratio of the measured step of each variant, one when a step takes no longer than "
+    "its layers one by one. Where jobs are modelled, left: where the time of a step goes over the number of GPUs with "
+    "every dimension in use; the compute part is the scaling ratio. Beside it: end-to-end MFU at 4,096 GPUs with every "
+    "dimension, without one of them, and with none; the dotted line is local MFU, which a scaling ratio of one would "
+    "keep. Modelled panels are not calibrated unless the title says otherwise."
 )
 JOBS = {
     "full": "all",
@@ -35,7 +36,10 @@ def draw(source):
             raise NoDataError("no records of step (scaling_ratio) or simulate") from None
         rows = jobs = None
     count = 2 * (jobs is not None) + (len(measured) > 0)
-    figure, axes = style.panels(1, count, height=2.5, gridspec_kw={"width_ratios": [1.15, 1, 0.6][-count:][:count]})
+    bars = measured.groupby(["device", "subject"]).ngroups
+    height = 2.5 if jobs is not None else 0.5 + 0.22 * bars
+    widths = [1.15, 1, 0.75][-count:][:count]
+    figure, axes = style.panels(1, count, height=height, gridspec_kw={"width_ratios": widths})
     parts = []
     if jobs is not None:
         parts += [shares(axes[0][0], jobs), dimensions(axes[0][1], jobs)]
@@ -88,11 +92,14 @@ def dimensions(axis, jobs: pd.DataFrame) -> pd.DataFrame:
 def steps(axis, measured: pd.DataFrame, source) -> pd.DataFrame:
     """Measured scaling ratio by subject and device."""
     best = measured.groupby(["device", "subject"], as_index=False, sort=False).p50.median()
-    axis.bar(range(len(best)), best.p50, color=style.GREEN, width=0.7)
-    labels = [f"{row.subject}\n{source.device_label(row.device)}" for row in best.itertuples()]
-    axis.set_xticks(range(len(best)), labels, rotation=60)
-    axis.set(ylabel="scaling ratio, measured", ylim=(0, 1.05), xlim=(-0.6, max(len(best), 5) - 0.4))
-    axis.grid(axis="x", visible=False)
+    axis.barh(range(len(best)), best.p50, color=style.GREEN, height=0.7)
+    for place, value in enumerate(best.p50):
+        axis.annotate(f"{value:.2f} ", (value, place), va="center", ha="right", color="white")
+    labels = [f"{row.subject}, {source.device_label(row.device)}" for row in best.itertuples()]
+    axis.set_yticks(range(len(best)), labels)
+    axis.invert_yaxis()
+    axis.set(xlabel="scaling ratio, measured", xlim=(0, 1.05))
+    axis.grid(axis="y", visible=False)
     return measured
 
 

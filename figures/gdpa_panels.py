@@ -48,7 +48,7 @@ def draw(source: Source, phase: str):
     """A row of panels a device, the source's first."""
     table = pd.concat([part for part in (published(source, phase), ours(source, phase)) if len(part)])
     devices = ["B200 (source)", *best_device_first(set(table.device) - {"B200 (source)"})]
-    figure, axes = style.panels(len(devices), len(PANELS), height=2.1)
+    figure, axes = style.panels(len(devices), len(PANELS), height=1.9)
     for row, device in zip(axes, devices, strict=True):
         factor, unit = rate_unit(device)
         for axis, (panel, title) in zip(row, PANELS.items(), strict=True):

@@ -134,9 +134,9 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "v3": Look(BLUE, "^", "-", "xx", "V3: fully sharded 2D"),
     },
     "sparse_step": {
-        "fwd": Look(SKY, "o", "-", "//", "forward"),
-        "bwd": Look(BLUE, "s", "--", "", "backward and update"),
-        "sync": Look(ORANGE, "^", ":", "xx", "sync of replicas"),
+        "fwd": Look(GREEN, "o", "-", "//", "forward"),
+        "bwd": Look(PURPLE, "s", "--", "", "backward and update"),
+        "sync": Look(VERMILION, "^", ":", "xx", "sync of replicas"),
     },
     "gather": {
         "none": Look(GREY, "o", "-", "..", "no gather"),
@@ -298,9 +298,13 @@ def powers(axis, values) -> None:
 
 
 def plain_log(axis) -> None:
-    """Ticks 1, 2, 5 of every decade on a logarithmic axis (an axis.xaxis or axis.yaxis), written out."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value < 1e4 else f"{value:.0e}"))
+    """Ticks of a logarithmic axis (an axis.xaxis or axis.yaxis) written out: 1, 2, 5 of every decade, 1 alone where the
+    data span three or more. Call it after the data are drawn.
+    """
+    low, high = axis.get_data_interval()
+    wide = low > 0 and high >= 1000 * low
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value:.0e}"))
     axis.set_minor_formatter(NullFormatter())
 
 

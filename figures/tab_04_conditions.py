@@ -4,14 +4,14 @@ import sys
 
 import pandas as pd
 
-from figures import balancing, cli, training
-from figures.load import NoDataError
+from figures import balancing, cli, large_jobs, training
+from figures.load import NoDataError, select
 
 ID = "T04"
 CAPTION = (
     "The source's four conditions for near-linear scaling, its remedy for each, and what our records say. Balance "
-    "is simulated from a length law, checkpointing is measured in training; conditions about communication need "
-    "more than one GPU and are named as not measured where no record exists."
+    "is simulated from a length law, checkpointing is measured in training, communication beside compute on two GPUs "
+    "of one host (F18), a step of thousands of GPUs is modelled; what has no record says so."
 )
 LEADERS = {"local": "local", "bbs": "base-batch shuffling", "global": "global"}
 
@@ -24,10 +24,13 @@ def build(source):
     recompute = recomputation(source)
     if balance is None and recompute is None:
         raise NoDataError("no records of balance or train")
-    missing = "not measured: no record with more than one GPU"
     rows = [
-        ("compute far above communication", "parallelism by topology", missing),
-        ("communication hidden, without contention", "collectives off the compute units", missing),
+        ("compute far above communication", "parallelism by topology", exposed(source) or "no record of modelled jobs"),
+        (
+            "communication hidden, without contention",
+            "collectives off the compute units",
+            contention(source) or "not measured: no record with more than one GPU",
+        ),
         ("little recomputation", "checkpointing by region, quantised activations", recompute or "not measured"),
         ("balanced ranks", "balancing by sequence length", balance or "not simulated"),
     ]
@@ -44,6 +47,33 @@ def balanced(source) -> str:
         if len(best):
             parts.append(f"{name} {100 * (best.min() - 1):.1f} %")
     return f"{', '.join(part for part in parts if part)}, at {int(rows.ranks.max()):,} ranks (simulated)"
+
+
+def exposed(source) -> str | None:
+    """Share of a modelled step that waits for communication, with every dimension in use, at the largest job."""
+    try:
+        rows = large_jobs.rows_of(source)
+        jobs = large_jobs.drawn(rows)
+    except NoDataError:
+        return None
+    part = jobs[(jobs.metric == "time_share") & (jobs.subject == "full:exposed")].sort_values("gpus")
+    if part.empty:
+        return None
+    last = part.iloc[-1]
+    share = f"{100 * last.p50:.0f} % of a step waits for communication at {int(last.gpus):,} GPUs"
+    return f"{share} (modelled, {large_jobs.standing(rows)})"
+
+
+def contention(source) -> str | None:
+    """How much longer layers take while the next one's weights are gathered, by NCCL and by copy engines."""
+    times = select(source.frame("topology"), metric="time_ms", scope="measured")
+    base = times[times.subject == "step_no_gather"].groupby("case").p50.min()
+    found = []
+    for subject, name in (("step_nccl_gather", "NCCL"), ("step_copy_engine_gather", "copy engines")):
+        more = 100 * (times[times.subject == subject].groupby("case").p50.min() / base - 1).dropna()
+        if len(more):
+            found.append(f"{more.min():.0f} to {more.max():.0f} % longer by {name}")
+    return f"a step with its gathers takes {', '.join(found)} (two GPUs of one host)" if found else None
 
 
 def recomputation(source) -> str | None:

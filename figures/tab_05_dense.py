@@ -10,7 +10,7 @@ from figures.load import need, select
 ID = "T05"
 CAPTION = (
     "Dense dimensions of parallelism in the source: collectives, what they carry, the tier of the network that "
-    "they use; beside them the bytes that a step of each of our presets would send on each rank at bf16, computed "
+    "they use; beside them the MiB that a step of each of our presets would send on each rank at bf16, computed "
     "from module sizes: FSDP gathers parameters twice and scatters gradients once over a shard group of 128, DDP "
     "reduces a shard over 8 groups, 2-way expert parallelism sends activations of a local batch of 1,024 to its "
     "peer and leaves half of the experts' parameters to gather. Outputs of experts return as disjoint tokens; a "
@@ -52,7 +52,7 @@ def build(source):
             gather * rest,
             2 * (REPLICAS - 1) / REPLICAS * BYTES * row.dense / SHARD / 2**20,
         ]
-        table[f"{preset}: MiB a step and rank"] = sent
+        table[f"{preset}, MiB"] = sent
     found = measured(source.frame("dense"))
     if found:
         table["measured on two GPUs"] = [found.get(name, "") for name in table.dimension]

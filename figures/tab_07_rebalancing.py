@@ -18,8 +18,8 @@ def build(source):
     table = rows.assign(
         scheme=[style.look("balance", name).label for name in rows.scheme],
         communication=[COMMUNICATION[name] for name in rows.scheme],
-        above=100 * (rows["skew"] - 1),
-        gain=100 * rows.share,
+        above=(100 * (rows["skew"] - 1)).round(2),
+        gain=(100 * rows.share).round(1),
     )
     names = {"pool": "pool, sub-batches", "above": "heaviest rank above the mean, %", "gain": "share of the optimum, %"}
     return table[["ranks", "scheme", "pool", "communication", "above", "gain"]].rename(columns=names)

@@ -78,7 +78,7 @@ def data(source: Source) -> list[dict]:
 
 
 def model(source: Source) -> list[dict]:
-    """Parameters, their bytes and forward FLOPs of a sample by module, for every preset. Computed, not measured."""
+    """Parameters and forward FLOPs of a sample by module, for every preset. Computed, not measured."""
     frame = select(source.frame("model"))
     frame = frame[frame.device == best_device_first(frame.device)[0]] if len(frame) else frame
     values = {(row.case, row.subject, row.metric): row.p50 for row in frame.itertuples()}
@@ -90,10 +90,9 @@ def model(source: Source) -> list[dict]:
     for module in modules:
         row = [module]
         for preset in presets:
-            metrics = ("params", "param_bytes", "flops_per_sample")
-            row += [scaled(values.get((preset, module, metric))) for metric in metrics]
+            row += [scaled(values.get((preset, module, metric))) for metric in ("params", "flops_per_sample")]
         rows.append(row)
-    header = ["module", *(f"{preset}: {what}" for preset in presets for what in ("params", "bytes", "FLOPs"))]
+    header = ["module", *(f"{preset}: {what}" for preset in presets for what in ("params", "FLOPs"))]
     return [table("model", "computed", header, rows)]
 
 

@@ -235,7 +235,7 @@ def test_ablations_compare_with_their_base(drawn):
 
 def test_other_tables(drawn):
     assert table(drawn, "T01").loc[0, "verdict"] == "reproduced"
-    dense = table(drawn, "T05").set_index("dimension")["smoke: MiB a step and rank"]
+    dense = table(drawn, "T05").set_index("dimension")["smoke, MiB"]
     full = 3 * 2 * 127 / 128 * 100
     assert dense["FSDP, all parameters"] == pytest.approx(full)
     assert dense["FSDP with 2-way expert parallelism"] == pytest.approx(0.9 * full)
