@@ -2,11 +2,12 @@
 
     python -m gem.bench.dense --tier gpu2
 
-gathers: every unit of the preset is gathered and freed, as FSDP does it in a step, in bfloat16 and from quantised
-shards. The gathered weights are first compared with the masters. experts: the experts of one layer, forward and
-backward, with every expert on every rank (parameters gathered) and with an expert a rank (activations gathered), over
-the local batch. Outputs and gradients of both are first compared with each other. What is wrong gets no time but status
-failed.
+gathers: every unit of the preset is gathered and freed, as FSDP does it in a step, in bfloat16 and in 8 bits: impl
+fsdp2 quantises in every gather, impl prequantised sends shards that were quantised behind the optimiser's step, which
+subject prequantise_<scheme> times. The gathered weights are first compared with the masters. experts: the experts of
+one layer, forward and backward, with every expert on every rank (parameters gathered) and with an expert a rank
+(activations gathered), over the local batch. Outputs and gradients of both are first compared with each other. What is
+wrong gets no time but status failed.
 
 comm_bytes: what a rank sends. Nothing is hidden here: times are of communication and compute in a row.
 """
@@ -17,6 +18,7 @@ import copy
 import dataclasses
 import gc
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ SOURCES = (
     "gem/parallel/dense.py",
     "gem/parallel/experts.py",
     "gem/parallel/low_gather.py",
+    "gem/parallel/fp8_rows.py",
     "gem/experts.py",
     "gem/precision.py",
     "kernels/mxfp8",
@@ -81,12 +84,22 @@ def gathers(job: Job) -> None:
         if worst <= GATHER_LIMIT[scheme]:
             add_time(run, row, job.time(call, REPEATS), note)
             run.add(**row, metric="comm_bytes", p50=job.largest(sent), note=note)
+            if scheme != "plain":
+                prequantised(job, run, row, sharded, call, scheme)
         else:
             run.add(**row, metric="time_ms", status="failed", note=f"error {worst:.3g}")
         del model, sharded, call, wanted
         _release()
     if job.rank.is_first:
         run.write()
+
+
+def prequantised(job: Job, run, row: dict, sharded: dense.Dense, call, scheme: str) -> None:
+    """Times of quantising all shards once, and of the same gathers then."""
+    parameters = list(sharded.model.dense_parameters().values())
+    once = partial(low_gather.prequantise, parameters)
+    add_time(run, row | {"subject": f"prequantise_{scheme}"}, job.time(once, REPEATS), "once a step, all units")
+    add_time(run, row | {"impl": "prequantised"}, job.time(call, REPEATS), "shards were quantised before")
 
 
 def gathered_error(sharded: dense.Dense, wanted: dict[str, torch.Tensor]) -> float:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
+from gem.parallel import fp8_rows
+from gem.parallel.fp8_rows import FLOAT8
 from gem.parallel.launch import NO_MULTICAST
 from gem.parallel.sm_holder import hold
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
 # In-switch reduction: what records say of it.
 NOT_ATTEMPTED = {"in_switch_all_reduce": "needs NVLink multicast, which is switched off on this host"}
 
@@ -103,46 +103,45 @@ class CopyEngineGather:
         return self.full
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in FP8: [rows, features] -> (e4m3 [rows, features], scales float32 [rows, 1]); x is about data * scale."""
-    x = x.float()
-    scale = x.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * 2**10) / LARGEST
-    return (x / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
-
-
 class GatherThenQuantise:
     """Weights in FP8 on every rank, the costly way: gather bfloat16, then each rank quantises all of it."""
 
-    def __init__(self, shard: torch.Tensor, group: dist.ProcessGroup | None = None, quantiser: Callable = quantise):
-        self.shard, self.group, self.quantiser = shard, group or dist.group.WORLD, quantiser
+    def __init__(self, shard: torch.Tensor, group: dist.ProcessGroup | None = None):
+        self.shard, self.group = shard, group or dist.group.WORLD
         ranks = dist.get_world_size(self.group)
         self.full = shard.new_empty(ranks * shard.shape[0], shard.shape[1], dtype=torch.bfloat16)
         self.bytes_sent = (ranks - 1) * shard.numel() * 2
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         dist.all_gather_into_tensor(self.full, self.shard.to(torch.bfloat16), group=self.group)
-        return self.quantiser(self.full)
+        return fp8_rows.quantise_rows(self.full)
 
 
 class QuantiseThenGather:
-    """The same from 1 byte and a bit an element: each rank quantises its own shard, and FP8 travels with its scales."""
+    """The same from 1 byte and a bit an element: each rank quantises its own shard, in one pass over it, and sends
+    elements and scales as one message.
 
-    def __init__(self, shard: torch.Tensor, group: dist.ProcessGroup | None = None, quantiser: Callable = quantise):
-        self.shard, self.group, self.quantiser = shard, group or dist.group.WORLD, quantiser
-        self.ranks, (self.rows, self.features) = dist.get_world_size(self.group), shard.shape
-        self.size = self.rows * (self.features + 4)  # data, then scales: one message
-        self.full = torch.empty(self.ranks, self.size, dtype=torch.uint8, device=shard.device)
-        self.bytes_sent = (self.ranks - 1) * self.size
-        if self.rows * self.features % 4:
-            raise ValueError(f"collectives: shard of {tuple(shard.shape)}; allowed: a multiple of 4 elements")
+    Gives views on what arrived, [ranks, rows, features] and [ranks, rows, 1]: the elements of a rank lie together, and
+    its scales behind them.
+    """
+
+    def __init__(self, shard: torch.Tensor, group: dist.ProcessGroup | None = None):
+        self.shard, self.group = shard, group or dist.group.WORLD
+        ranks, (rows, features) = dist.get_world_size(self.group), shard.shape
+        if features % 4:
+            raise ValueError(f"collectives: a shard of {features} features; allowed: a multiple of 4")
+        size, split = fp8_rows.message_bytes(rows, features), rows * features
+        self.message = torch.empty(size, dtype=torch.uint8, device=shard.device)
+        self.own = fp8_rows.parts_of(self.message, rows, features)
+        self.full = torch.empty(ranks, size, dtype=torch.uint8, device=shard.device)
+        self.data = self.full[:, :split].view(FLOAT8).view(ranks, rows, features)
+        self.scale = self.full[:, split:].view(torch.float32).view(ranks, rows, 1)
+        self.bytes_sent = (ranks - 1) * size
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        data, scale = self.quantiser(self.shard.to(torch.bfloat16))
-        message = torch.cat((data.view(torch.uint8).flatten(), scale.view(torch.uint8).flatten()))
-        dist.all_gather_into_tensor(self.full.view(-1), message, group=self.group)
-        split = self.rows * self.features
-        data = self.full[:, :split].reshape(-1, self.features).view(FLOAT8)
-        return data, self.full[:, split:].contiguous().view(torch.float32).reshape(-1, 1)
+        fp8_rows.quantise_rows(self.shard, *self.own, through_bf16=True)
+        dist.all_gather_into_tensor(self.full.view(-1), self.message, group=self.group)
+        return self.data, self.scale
 
 
 @contextlib.contextmanager

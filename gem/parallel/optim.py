@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from gem.config import Config
 from gem.optim import Optimizers
+from gem.parallel import low_gather
 from gem.parallel.dense import Dense, local
 
 
@@ -83,8 +84,9 @@ class ShardOptimizers(Optimizers):
         raise NotImplementedError("ShardOptimizers: clipping needs the loss too; call finish(loss)")
 
     def step(self, step: int) -> None:
-        """Update this rank's shards at the rate of `step` and clear all gradients."""
+        """Update this rank's shards at the rate of `step`, quantise what travels in 8 bits, and clear all gradients."""
         super().step(step)
+        low_gather.prequantise(self.shards.whole.values())
         for parameter in self.shards.whole.values():
             parameter.grad = None
 

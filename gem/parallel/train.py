@@ -29,7 +29,7 @@ from gem.config import Config
 from gem.counts import Counts
 from gem.dataset import Batch, Split, prefetch
 from gem.heads import loss_sums
-from gem.parallel import checkpoint, dense, launch, mesh
+from gem.parallel import checkpoint, dense, launch, low_gather, mesh
 from gem.parallel.launch import Rank
 from gem.parallel.optim import ShardOptimizers
 from gem.progress import Progress
@@ -197,6 +197,7 @@ class Trainer:
         """Go on from a checkpoint of any mesh: FSDP shards are read in place, tables copied into their shards."""
         state = self.state()
         checkpoint.load(path, state)
+        low_gather.prequantise(self.model.dense_parameters().values())
         if self.tables is not None:
             from gem.parallel import table_state
 

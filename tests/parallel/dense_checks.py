@@ -16,7 +16,7 @@ from gem import train as single
 from gem.heads import batch_loss
 from gem.model import GEM
 from gem.optim import Optimizers
-from gem.parallel import dense, experts, low_gather, trace, train
+from gem.parallel import checkpoint, dense, experts, low_gather, trace, train
 from gem.parallel.mesh import Mesh
 from tests.gem import tiny
 
@@ -131,8 +131,29 @@ def follows(rank, folder, wanted: dict, plan: Mesh, *, options=None, chosen=None
     ]
     result["units"] = len(trainer.dense.units)
     result["scores"] = {name: score.value for name, score in trainer.evaluate().items()}
+    result["fresh"] = fresh(trainer)
     result["changes"] = [(change.name, change.kept) for change in trainer.dense.changes]
     return result
+
+
+def fresh(trainer) -> list[bool]:
+    """Of every shard that travels in 8 bits: whether the bytes that lie ready are those of its values now."""
+    shards = [getattr(value, "_local_tensor", value) for value in trainer.model.dense_parameters().values()]
+    low = [shard for shard in shards if isinstance(shard, low_gather.LowGather)]
+    return [shard.payload is not None and torch.equal(shard.payload, shard.quantised()) for shard in low]
+
+
+def restored(rank, folder, saved: Path) -> dict:
+    """Shards in 8 bits before and after a checkpoint is read into them."""
+    trainer = train.Trainer(
+        config(), single.Data.open(folder), 0, rank, train.Job(Mesh(2, 2), dense.Options(gather="float8")), STEPS
+    )
+    shards = [getattr(value, "_local_tensor", value) for value in trainer.model.dense_parameters().values()]
+    low = [shard for shard in shards if isinstance(shard, low_gather.LowGather)]
+    before = [shard.quantised() for shard in low]
+    trainer.restore(checkpoint.last(saved))
+    changed = [not torch.equal(old, shard.quantised()) for old, shard in zip(before, low, strict=True)]
+    return {"fresh": fresh(trainer), "changed": changed}
 
 
 def trains(rank, folder, output: Path, plan: Mesh, **job) -> dict:
@@ -190,7 +211,8 @@ def low_bytes(rank) -> dict:
     for scheme in dense.GATHERS:
         torch.manual_seed(3)
         linear = torch.nn.Linear(96, 64, bias=False)
-        linear.weight.data[0] *= 1e5  # an outlier row: it sets the scale of its whole shard in float8, not in mx
+        linear.weight.data[0] *= 1e5  # an outlier row sets no scale but its own
+        linear.weight.data[1, 0] = 3e4  # an outlier element that of its row in float8, of 32 elements in mx
         master = linear.weight.detach().clone()
         model = torch.nn.Sequential(linear)
         changes = dense.shard_unit(model, mesh, dense.Options(gather=scheme), "float32")
@@ -200,9 +222,11 @@ def low_bytes(rank) -> dict:
         gather = next(item for item in seen if item.kind == "all_gather")
         model.unshard()
         error = (linear.weight.detach() - master).norm(dim=1) / master.norm(dim=1)
+        beside = ((linear.weight.detach() - master)[1, 32:].norm() / master[1, 32:].norm()).item()
         model.reshard()
         found[scheme] = {
-            "errors": [error[0].item(), error[1:32].max().item(), error[32:].max().item()],
+            "errors": [error[0].item(), error[2:32].max().item(), error[32:].max().item()],
+            "beside": beside,
             "elements": gather.elements[0],
             "changed": [change.name for change in changes if change.kept is None],
             "grad": (whole(linear.weight.grad) / 2 - rank.world_size * x.sum(0)).abs().max().item(),
@@ -231,6 +255,7 @@ def small_world(rank, folder, out: Path, wanted: dict, hidden: dict) -> dict:
         "run_sharded": trains(
             rank, folder, out / "sharded", expert, steps=6, checkpoint_every=2, options=sharded, generation="v1"
         ),
+        "restored": restored(rank, folder, out / "run" / "checkpoints"),
         "last": trains(rank, folder, out / "last", two, steps=9, checkpoint_every=0, keep_last=True),
         "diverged": diverges(rank, folder),
         "refused": refused(folder),

@@ -48,14 +48,6 @@ def test_times_are_those_of_the_slowest_rank(ranks):
         assert found["late"] == (False, True), "one late rank stops all"
 
 
-def test_rows_of_zeros_and_large_values_survive_fp8():
-    x = torch.tensor([[0.0] * 4, [1.0, -448.0, 2.0, 0.5], [1e30, 1e-30, 0.0, -1e30]])
-    data, scale = collectives.quantise(x)
-    back = data.float() * scale
-    assert torch.equal(back[0], x[0]) and torch.equal(back[1], x[1]) and back.isfinite().all()
-    assert back[2].tolist() == pytest.approx([1e30, 0.0, 0.0, -1e30], rel=0.05)
-
-
 @without_gpu
 def test_what_needs_a_gpu_says_so():
     for what, call in (
