@@ -33,8 +33,8 @@ def draw(source):
     if first:
         grouped(axes[0, 0], rows[rows.metric == "skew"])
         grouped(axes[0, 1], rows[rows.metric == "skew_max_min"])
-        axes[0, 0].set(ylabel="busiest / mean program", title="Skew: busiest over mean")
-        axes[0, 1].set(ylabel="busiest / least busy program", yscale="log", title="Skew: busiest over least busy")
+        axes[0, 0].set(ylabel="busiest / mean", title="Skew: busiest over mean")
+        axes[0, 1].set(ylabel="busiest / least busy", yscale="log", title="Skew: busiest over least busy")
         style.plain_log(axes[0, 1].yaxis)
         for axis in axes[0]:
             axis.axhline(1, color=style.INK, linewidth=0.8)

@@ -9,7 +9,7 @@ from figures.load import need, select
 
 ID = "T05"
 CAPTION = (
-    "Dense dimensions of parallelism in the source: collectives, what they carry, the tier of the network that "
+    "What the source says of each dimension: collectives, what they carry, the tier of the network that "
     "they use; beside them the MiB that a step of each of our presets would send on each rank at bf16, computed "
     "from module sizes: FSDP gathers parameters twice and scatters gradients once over a shard group of 128, DDP "
     "reduces a shard over 8 groups, 2-way expert parallelism sends activations of a local batch of 1,024 to its "

@@ -11,7 +11,7 @@ ID = "T06"
 CAPTION = (
     "Three generations of sparse parallelism: the source's words; bytes and balance from our model of a table set "
     "at its largest number of GPUs (F17), modelled, nothing of it is measured; and, where such records exist, "
-    "what the GPUs of one host hold and take with TorchRec (columns measured). V1 keeps one copy of the tables "
+    "what the GPUs of one host hold and take with TorchRec (measured). V1 keeps one copy of the tables "
     "over all GPUs, V2 one for every group, V3 the same with replicas of a shard holding a part each. On two GPUs "
     "a group of V2 and V3 is one GPU, so V1 alone exchanges lookups there."
 )
