@@ -29,17 +29,8 @@ class StreamClock(CudaClock):
     """CUDA events as in CudaClock, but it waits for the current stream alone: kernels that hold multiprocessors, or
     collectives of other streams, go on meanwhile."""
 
-    def run(self, calls):
-        cuda = self.torch.cuda
-        pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in calls]
-        for call, (start, end) in zip(calls, pairs, strict=True):
-            if self.buffer is not None:
-                self.buffer.zero_()
-            start.record()
-            call()
-            end.record()
-        cuda.current_stream().synchronize()
-        return [start.elapsed_time(end) for start, end in pairs]
+    def settle(self) -> None:
+        self.torch.cuda.current_stream().synchronize()
 
 
 @dataclass

@@ -78,15 +78,19 @@ class CudaClock:
     def run(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         cuda = self.torch.cuda
         pairs = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in calls]
-        cuda.synchronize()
+        self.settle()
         for call, (start, end) in zip(calls, pairs, strict=True):
             if self.buffer is not None:
                 self.buffer.zero_()
             start.record()
             call()
             end.record()
-        cuda.synchronize()
+        self.settle()
         return [start.elapsed_time(end) for start, end in pairs]
+
+    def settle(self) -> None:
+        """Wait for what was queued."""
+        self.torch.cuda.synchronize()
 
 
 def clock_for(device: str, flush_bytes: int = L2_FLUSH_BYTES) -> Clock:
