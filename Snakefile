@@ -22,6 +22,7 @@ R = RUN.results
 wildcard_constraints:
     variant="|".join(RUN.sheets["variants"]),
     weight=r"[0-9.]+",
+    study=r"hopper|size_[a-z_]+",
     experiment="|".join(RUN.experiments),
     run=f"{RUN.name}|frozen",
 

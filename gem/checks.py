@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from gem.config import Config
+from gem.config import Config, of_training
 from gem.digest import ROOT
 
 
@@ -52,6 +52,7 @@ def variants(config: dict, rows: dict[str, dict]) -> None:
     for row in rows.values():
         try:
             Config.from_variant(row, config)
+            Config.from_variant(row, of_training(config))
         except ValueError as error:
             place = "config/variants.tsv" if str(error).startswith("variant ") else f"config/{config['tier']}.yaml"
             raise ValueError(f"{place}: {error}") from None
@@ -62,8 +63,9 @@ def generated_data(config: dict, label: str) -> None:
     from data.lengths import LengthLaw
 
     batch = config["train"]["batch_size"]
-    for section, changes in (("data", {}), ("quality.data", config["quality"].get("data", {}))):
-        data = config["data"] | changes
+    own = config["train"].get("data", {})
+    for section, changes in (("data", {}), ("train.data", own), ("quality.data", config["quality"].get("data", {}))):
+        data = config["data"] | (own if section == "quality.data" else {}) | changes
         try:
             LengthLaw(data["length_law"], data["max_length"], float(data["fill"]), float(data["length_cv"]))
         except ValueError as error:

@@ -15,6 +15,10 @@ from pathlib import Path
 
 import yaml
 
+from gem.sizes import ALL_SIZES, PRESETS, SIZES, EventSize, ModelConfig, positive
+
+__all__ = ["ALL_SIZES", "PRESETS", "SIZES", "EventSize", "ModelConfig"]
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -173,112 +177,9 @@ DESCRIPTIVE_COLUMNS = ("variant", "group", "base", "note")
 
 
 @dataclass(frozen=True)
-class EventSize:
-    """Size of one event type's branch: an event type has its own width, heads, depth and window.
-
-    num_layers counts from the first layer; later layers keep the branch's last summary. window w: |i - j| <= w.
-    """
-
-    width: int
-    num_heads: int
-    num_layers: int
-    window: int
-
-    def __post_init__(self):
-        for name in ("width", "num_heads", "num_layers", "window"):
-            _positive(f"event size {name}", getattr(self, name))
-        if self.width % self.num_heads:
-            raise ValueError(f"event size: width {self.width} is not divisible by num_heads {self.num_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"event size: head_dim {self.head_dim} is odd; rotary turns pairs, so it must be even")
-
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the miniature GEM. `events` is dealt to the data's event types in the manifest's order, cyclically."""
-
-    width: int
-    num_layers: int
-    events: tuple[EventSize, ...]
-    num_tokens: int
-    num_summary: int
-    num_kv: int
-    num_seeds: int
-    num_hsp_seeds: int
-    kron_rank: int
-    num_experts: int
-    expert_rank: int
-    expert_hidden: int
-    head_hidden: int
-    dense_hidden: int
-    table_dim: int
-    block_size: int = 64
-    time_scale: float = 3600.0
-    gdpa_activation: str = "gelu_tanh"
-
-    def __post_init__(self):
-        for item in dataclasses.fields(self):
-            if item.type == "int":
-                _positive(f"model {item.name}", getattr(self, item.name))
-        if not self.events:
-            raise ValueError("model events: empty; at least one event size is needed")
-        if self.num_tokens % (2 * self.num_experts):
-            raise ValueError(
-                f"model num_tokens: {self.num_tokens} is not divisible by 2 x num_experts {self.num_experts}; each "
-                "expert gives num_tokens / num_experts tokens, one half of them interactions, the other linear"
-            )
-        if self.time_scale <= 0:
-            raise ValueError(f"model time_scale: {self.time_scale} seconds; must be > 0")
-        deepest = max(size.num_layers for size in self.events)
-        if deepest > self.num_layers:
-            raise ValueError(f"model events: a branch has {deepest} layers, the model only {self.num_layers}")
-
-
-def _positive(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: {value!r} is not an integer; must be an integer >= 1")
-    if value < 1:
-        raise ValueError(f"{name}: {value} is out of range; must be an integer >= 1")
-
-
-PRESETS: dict[str, ModelConfig] = {
-    # a variant with three seeds in seconds on one CPU core
-    "smoke": ModelConfig(
-        width=32, num_layers=2, events=(EventSize(32, 1, 2, 32), EventSize(16, 1, 1, 32), EventSize(16, 1, 1, 16)),
-        num_tokens=8, num_summary=4, num_kv=16, num_seeds=4, num_hsp_seeds=8, kron_rank=2, num_experts=2, expert_rank=4,
-        expert_hidden=64, head_hidden=32, dense_hidden=32, table_dim=16,
-    ),
-    # a seed in at most 20 s on a GPU
-    "quality": ModelConfig(
-        width=128, num_layers=4, events=(EventSize(128, 2, 4, 64), EventSize(64, 1, 4, 64), EventSize(64, 1, 2, 32)),
-        num_tokens=16, num_summary=8, num_kv=64, num_seeds=8, num_hsp_seeds=32, kron_rank=4, num_experts=2,
-        expert_rank=16, expert_hidden=512, head_hidden=128, dense_hidden=128, table_dim=64,
-    ),
-    # the size that one H200 trains at local batch 1024
-    "base": ModelConfig(
-        width=512, num_layers=4,
-        events=(EventSize(512, 4, 4, 100), EventSize(512, 4, 2, 100), EventSize(256, 2, 2, 50)),
-        num_tokens=64, num_summary=16, num_kv=128, num_seeds=32, num_hsp_seeds=128, kron_rank=8, num_experts=2,
-        expert_rank=32, expert_hidden=2048, head_hidden=512, dense_hidden=512, table_dim=128,
-    ),
-    # several GPUs
-    "large": ModelConfig(
-        width=1024, num_layers=8,
-        events=(EventSize(1024, 8, 8, 100), EventSize(512, 4, 8, 100), EventSize(512, 4, 4, 50)),
-        num_tokens=64, num_summary=16, num_kv=256, num_seeds=32, num_hsp_seeds=256, kron_rank=8, num_experts=8,
-        expert_rank=64, expert_hidden=8192, head_hidden=1024, dense_hidden=1024, table_dim=256,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """Constants of the training loop. Rates are per optimiser, warm-up is linear in steps, clipping is by global
-    norm."""
+    norm. decay_share: the last share of the steps over which the dense rate falls linearly to 0."""
 
     batch_size: int = 128
     epochs: int = 1
@@ -287,6 +188,7 @@ class TrainConfig:
     weight_decay: float = 1e-2
     clip_norm: float = 1.0
     warmup_share: float = 0.1
+    decay_share: float = 0.0
     seeds: tuple[int, ...] = (0, 1, 2)
     eval_batch_size: int = 512
     steps: int | None = None  # overrides epochs
@@ -297,15 +199,16 @@ class TrainConfig:
         if not 0 <= self.checkpoint_budget <= 1:
             raise ValueError(f"train checkpoint_budget: {self.checkpoint_budget!r}; must be in [0, 1]")
         for name in ("batch_size", "epochs", "eval_batch_size"):
-            _positive(f"train {name}", getattr(self, name))
+            positive(f"train {name}", getattr(self, name))
         for name in ("steps", "max_steps"):
             if getattr(self, name) is not None:
-                _positive(f"train {name}", getattr(self, name))
+                positive(f"train {name}", getattr(self, name))
         for name in ("dense_lr", "table_lr", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"train {name}: {getattr(self, name)!r}; must be > 0")
-        if not 0 <= self.warmup_share <= 1:
-            raise ValueError(f"train warmup_share: {self.warmup_share!r}; must be in [0, 1]")
+        for name in ("warmup_share", "decay_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"train {name}: {getattr(self, name)!r}; must be in [0, 1]")
         if not self.seeds:
             raise ValueError("train seeds: empty; at least one seed is needed")
         for seed in self.seeds:
@@ -375,8 +278,8 @@ class Config:
         except ValueError as error:
             raise ValueError(f"variant {variant}: {error}") from None
         preset = preset or tier.get("preset")
-        if preset not in PRESETS:
-            raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(PRESETS)}")
+        if preset not in ALL_SIZES:
+            raise ValueError(f"unknown preset {preset!r}; allowed: {', '.join(ALL_SIZES)}")
         device = tier.get("device", "cpu")
         if device not in ("cpu", "cuda"):
             raise ValueError(f"tier {tier.get('tier')}: unknown device {device!r}; allowed: cpu, cuda")
@@ -386,7 +289,7 @@ class Config:
         return Config(
             variant=variant,
             toggles=toggles,
-            model=PRESETS[preset],
+            model=ALL_SIZES[preset],
             train=_train_config(tier),
             implementations=_implementations(toggles, tier),
             preset=preset,
@@ -407,7 +310,21 @@ class Config:
         return self.model.events[index % len(self.model.events)]
 
 
-TRAIN_KEYS_OF_OTHERS = ("variants",)
+REPLACED_BY_TRAINING = ("preset", "implementations", "data")
+TRAIN_KEYS_OF_OTHERS = ("variants", *REPLACED_BY_TRAINING)
+
+
+def of_training(tier: dict) -> dict:
+    """The tier as its training jobs see it: section train may replace the preset, what a toggle runs as (table by
+    table) and keys of section data. Steps, layers and kernels are measured at the tier's own."""
+    train = tier.get("train") or {}
+    merged = dict(tier)
+    if "preset" in train:
+        merged["preset"] = train["preset"]
+    for key in ("implementations", "data"):
+        if key in train:
+            merged[key] = {**(tier.get(key) or {}), **train[key]}
+    return merged
 
 
 def _train_config(tier: dict) -> TrainConfig:
@@ -483,9 +400,13 @@ def load_variants(root: Path = ROOT) -> dict[str, dict[str, str]]:
     return table
 
 
-def load(variant: str, tier: str, preset: str | None = None, root: Path = ROOT) -> Config:
-    """Config by names. Unknown variant, tier or preset is a ValueError that lists what exists."""
+def load(variant: str, tier: str, preset: str | None = None, root: Path = ROOT, *, training: bool = False) -> Config:
+    """Config by names. Unknown variant, tier or preset is a ValueError that lists what exists.
+
+    training: as the tier's training jobs run it (`of_training`), not as its steps are timed.
+    """
     parsed = load_tier(tier, root)
+    parsed = of_training(parsed) if training else parsed
     variants = load_variants(root)
     if variant not in variants:
         raise ValueError(f"unknown variant {variant!r}; allowed: {', '.join(variants)}")

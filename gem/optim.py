@@ -27,7 +27,9 @@ class Optimizers:
         self.dense = list(model.dense_parameters().values())
         self.tables = model.table_parameters()
         self.clip_norm, self.base_lr = train.clip_norm, train.dense_lr
+        self.total_steps = total_steps
         self.warmup_steps = max(1, round(train.warmup_share * total_steps))
+        self.decay_steps = round(train.decay_share * total_steps)
         self.kind = kind = config.implementations.optimizer
         if kind not in ("foreach", "fused"):
             raise ValueError(f"optimizer: unknown implementation {kind!r}; allowed: foreach, fused")
@@ -47,9 +49,13 @@ class Optimizers:
         )
         self.stopped: torch.Tensor | None = None  # float32 on the device, 1 from the first bad step on
 
-    def warmup_factor(self, step: int) -> float:
-        """Share of the full rate at `step` (from 0): linear to 1 over the warm-up steps."""
-        return min(1.0, (step + 1) / self.warmup_steps)
+    def rate_factor(self, step: int) -> float:
+        """Share of the full rate at `step` (from 0): linear to 1 over the warm-up steps, then 1, then linear towards 0
+        over the steps of decay, which a step past the last would reach."""
+        factor = min(1.0, (step + 1) / self.warmup_steps)
+        if self.decay_steps:
+            factor = min(factor, max(0.0, (self.total_steps - step) / self.decay_steps))
+        return factor
 
     def clip(self) -> float:
         """Scale dense gradients to a global norm of at most clip_norm; returns the norm before."""
@@ -79,7 +85,7 @@ class Optimizers:
     def step(self, step: int) -> None:
         """Update the dense parameters at the rate of `step` and clear their gradients."""
         for group in self.adamw.param_groups:
-            group["lr"] = self.base_lr * self.warmup_factor(step)
+            group["lr"] = self.base_lr * self.rate_factor(step)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 

@@ -25,6 +25,7 @@ SEED_METRICS = {
     "time_ms": "step",
     "mfu": "step",
 }
+TIMED_METRICS = ("qps", "time_ms", "mfu")  # say nothing where other work had the device too
 MODEL_METRICS = {"flops_per_sample": "model", "train_flops": "model", "peak_mem_gib": "step"}
 
 
@@ -132,8 +133,21 @@ def record_failure(
     return run.folder / f"{run.run_id}.csv"
 
 
-def record(config: Config, summary: dict, *, tier: str, experiment: str, case: str, results: str = "results") -> Path:
-    """Write the part of this variant: a row a seed, and one over the seeds with p50, p20, p80."""
+def record(
+    config: Config,
+    summary: dict,
+    *,
+    tier: str,
+    experiment: str,
+    case: str,
+    results: str = "results",
+    timed: bool = True,
+    command: str | None = None,
+) -> Path:
+    """Write the part of this variant: a row a seed, and one over the seeds with p50, p20, p80.
+
+    timed: False leaves out throughput, step time and MFU. command: the command line that made it (None: this one).
+    """
     from gem import record as records
 
     note = "" if config.device == "cuda" else "peak memory of the whole process"
@@ -144,10 +158,11 @@ def record(config: Config, summary: dict, *, tier: str, experiment: str, case: s
         case_row=config.row,
         sources=SOURCES,
         results=results,
+        command=command,
     ) as run:
         common = {"case": case, "subject": config.variant, "impl": summary["impl"]}
         for name, phase in (SEED_METRICS | MODEL_METRICS).items():
-            if name not in summary["spread"]:
+            if name not in summary["spread"] or (name in TIMED_METRICS and not timed):
                 continue
             for result in summary["seeds"]:
                 value = {"p50": result[name]}

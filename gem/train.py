@@ -15,6 +15,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -333,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
         "--output", help="folder of summary.json and seed<N>/ (default results/RUN/EXPERIMENT/[CASE/]VARIANT)"
     )
     p.add_argument("--run", help="write a part of the records under results/RUN (default: no records)")
-    p.add_argument("--preset", help=f"size of the model: {', '.join(configuration.PRESETS)} (default: the tier's)")
+    p.add_argument("--preset", help=f"size of the model: {', '.join(configuration.ALL_SIZES)} (default: the tier's)")
     p.add_argument("--seeds", help="comma-separated, such as 0,1,2 (default: the tier's)")
     p.add_argument("--steps", type=int, help="training steps (default: the tier's epochs)")
     p.add_argument("--batch-size", type=int, help="samples a step (default: the tier's)")
@@ -344,13 +345,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--keep-checkpoint", action="store_true", help="keep the final state of every seed")
     p.add_argument("--experiment", default="train", help="name of the records (default train)")
     p.add_argument("--case", help="case of the records (default: the dataset's name)")
+    p.add_argument(
+        "--format",
+        choices=("mx", "hopper"),
+        help="of rows in 8 bits: emulated, or real on Hopper (default: the tier's)",
+    )
+    p.add_argument(
+        "--untimed", action="store_true", help="no throughput, time and MFU in the records: the device is shared"
+    )
     p.add_argument("--quiet", action="store_true", help="no progress")
     return p
 
 
 def configure(arguments: argparse.Namespace) -> Config:
     """Config of the command line; ValueError for anything unknown or out of range."""
-    config = configuration.load(arguments.variant, arguments.tier, arguments.preset)
+    config = configuration.load(arguments.variant, arguments.tier, arguments.preset, training=True)
+    if arguments.format is not None:
+        names = dataclasses.replace(config.implementations, precision=arguments.format)
+        config = dataclasses.replace(config, implementations=names)
     changes = {}
     if arguments.seeds is not None:
         try:
@@ -387,14 +399,15 @@ def _where(error: OSError, arguments: argparse.Namespace) -> str:
     return text
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, data: Data | None = None) -> int:
+    """data: that of --data, where the caller has read it already (gem/bench/trainings.py)."""
     arguments = parser().parse_args(argv)
     # lengths differ from batch to batch: segments that grow serve them all, where fixed ones are freed and made anew
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
         config = configure(arguments)
         device = hardware.open_device(config.device)
-        data = Data.open(arguments.data)
+        data = Data.open(arguments.data) if data is None else data
         output = output_folder(arguments)
         results = [
             train_seed(
@@ -415,7 +428,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.write_json(output / "summary.json", summary)
         if arguments.run:
             case = arguments.case or data.train.schema.name
-            report.record(config, summary, tier=arguments.run, experiment=arguments.experiment, case=case)
+            report.record(
+                config,
+                summary,
+                tier=arguments.run,
+                experiment=arguments.experiment,
+                case=case,
+                timed=not arguments.untimed,
+                command=None if argv is None else f"python -m gem.train {shlex.join(argv)}",
+            )
     except torch.OutOfMemoryError as error:
         reason = f"{config.variant} does not fit at local batch {config.train.batch_size}: {str(error).splitlines()[0]}"
         print(f"gem.train: out of memory: {reason}; lower --batch-size or take a smaller --preset", file=sys.stderr)

@@ -37,6 +37,16 @@ _NOT_TRAINING = (
 
 
 @dataclass(frozen=True)
+class Training:
+    """A training job: its name (of the receipt too), the data set it reads, and its arguments of gem.train besides
+    --data and --run."""
+
+    name: str
+    dataset: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Settings:
     """One tier, ready for rules.
 
@@ -95,6 +105,7 @@ class Settings:
             receipts += [f"{folder}/train-{name}.json" for name in self.variants]
         if experiment == "quality" and not self.dataset:
             receipts += [f"{folder}/quality-{weight}-{name}.json" for weight, name in self.quality_runs]
+            receipts += [f"{folder}/quality-{study}-{name}.json" for study, name in self.study_runs]
         return receipts
 
     @property
@@ -102,6 +113,36 @@ class Settings:
         """(long-range weight, variant) of the sweep over the label law; weights as they stand in paths."""
         quality = self.config["quality"]
         return [(f"{weight:g}", name) for weight in quality["long_range_weights"] for name in quality["variants"]]
+
+    @property
+    def study_runs(self) -> list[tuple[str, str]]:
+        """(study, variant) on the base data: size_<preset> for NE against FLOPs, hopper for real 8-bit products."""
+        quality = self.config["quality"]
+        found = [(f"size_{s}", v) for s in quality.get("sizes", ()) for v in quality.get("size_variants", ())]
+        return found + [("hopper", name) for name in quality.get("hopper", ())]
+
+    def study_arguments(self, study: str) -> str:
+        """Arguments of gem.train that make a study of `study_runs`."""
+        own = "--format hopper" if study == "hopper" else f"--preset {study.removeprefix('size_')}"
+        return f"--experiment quality --case {study} {own}"
+
+    def study_of_wildcards(self, wildcards) -> str:
+        return self.study_arguments(wildcards.study)
+
+    def trainings(self) -> list[Training]:
+        """Every training job of the tier, as the rules of workflow/rules/train.smk start them."""
+        tier = ("--tier", self.tier, "--variant")
+        jobs = [Training(f"train-{name}", "base", (*tier, name)) for name in self.variants]
+        if self.dataset:
+            return jobs
+        for weight, name in self.quality_runs:
+            own = ("--experiment", "quality", "--case", f"long_range_{weight}")
+            jobs.append(Training(f"quality-{weight}-{name}", f"weight_{weight}", (*tier, name, *own)))
+        for study, name in self.study_runs:
+            jobs.append(
+                Training(f"quality-{study}-{name}", "base", (*tier, name, *self.study_arguments(study).split()))
+            )
+        return jobs
 
     @property
     def experiments(self) -> list[str]:
@@ -162,7 +203,8 @@ class Settings:
     def training_data(self, wildcards) -> list[str]:
         """Data that a training job waits for: none when its records were thawed, so that thawed jobs stay finished."""
         weight = wildcards.get("weight")
-        name = f"train-{wildcards.variant}" if weight is None else f"quality-{weight}-{wildcards.variant}"
+        study = weight if weight is not None else wildcards.get("study")
+        name = f"train-{wildcards.variant}" if study is None else f"quality-{study}-{wildcards.variant}"
         receipt = ROOT / self.results / "records" / "jobs" / f"{name}.json"
         if receipt.exists() and json.loads(receipt.read_text(encoding="utf-8")).get("thawed_from"):
             return []
@@ -178,11 +220,13 @@ class Settings:
         return [self.data_ready(name) for name in ("base", *weights)] + self.jobs("data")
 
     def synthesize_arguments(self, wildcards) -> str:
-        """Command-line arguments of data.synthesize: the tier's section `data`, for the sweep with quality.data."""
-        values = dict(self.config["data"])
-        if wildcards.dataset.startswith("weight_"):
+        """Command-line arguments of data.synthesize: section `data` as training sees it, for the sweep with
+        quality.data. `wildcards`: those of a rule, or the name of a data set."""
+        dataset = getattr(wildcards, "dataset", wildcards)
+        values = self.config["data"] | self.config["train"].get("data", {})
+        if dataset.startswith("weight_"):
             values |= self.config["quality"].get("data", {})
-            values["long_range_weight"] = float(wildcards.dataset.removeprefix("weight_"))
+            values["long_range_weight"] = float(dataset.removeprefix("weight_"))
         return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in values.items())
 
     def train_receipts(self) -> list[str]:
@@ -450,8 +494,9 @@ def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> Non
     chosen = config["train"]["variants"]
     for name in chosen if chosen != "all" else ():
         known(name, variants, f"config/{tier}.yaml: key train.variants")
-    for name in config["quality"]["variants"]:
-        known(name, variants, f"config/{tier}.yaml: key quality.variants")
+    for key in ("variants", "size_variants", "hopper"):
+        for name in config["quality"].get(key, ()):
+            known(name, variants, f"config/{tier}.yaml: key quality.{key}")
     for key in ("variants", "detailed", "layer_variants"):
         for name in config.get("step", {}).get(key, ()):
             known(name, variants, f"config/{tier}.yaml: key step.{key}")

@@ -46,6 +46,7 @@ SOURCES = (
     "gem/model.py",
     "gem/sequence.py",
     "gem/config.py",
+    "gem/sizes.py",
     "kernels",
 )
 

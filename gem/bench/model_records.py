@@ -9,7 +9,14 @@ from gem import record, summary
 from gem.counts import Counts
 
 EXPERIMENT = "model"
-SOURCES = ("gem/summary.py", "gem/config.py", "gem/model.py", "gem/counts.py", "gem/bench/model_records.py")
+SOURCES = (
+    "gem/summary.py",
+    "gem/config.py",
+    "gem/sizes.py",
+    "gem/model.py",
+    "gem/counts.py",
+    "gem/bench/model_records.py",
+)
 VARIANT, BATCH = "full", 4096
 TABLES = "tables"
 

@@ -283,7 +283,7 @@ def test_a_bad_step_and_all_after_it_leave_the_dense_parameters_alone(data, plac
 def test_warm_up_is_linear_and_ends_at_the_rate(data):
     config = tiny.config(train={"warmup_share": 0.4})
     optimizers = Optimizers(GEM(config, data.train.schema), config, 10)
-    assert [optimizers.warmup_factor(step) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert [optimizers.rate_factor(step) for step in (0, 1, 3, 9)] == [0.25, 0.5, 1.0, 1.0]
 
 
 def test_training_learns_and_starts_at_the_base_rate(data):

@@ -63,3 +63,37 @@ rule train_quality:
         "python -m gem.job {output} -- python -m gem.train --tier {params.tier} --variant {wildcards.variant}"
         " --data {params.folder:q} --run {params.run} --experiment quality --case long_range_{wildcards.weight}"
         " 2>&1 | tee {log}"
+
+
+rule train_study:
+    input:
+        RUN.training_data,
+    output:
+        ensure(f"{R}/records/jobs/quality-{{study}}-{{variant}}.json", non_empty=True),
+    log:
+        f"{R}/logs/quality/{{study}}-{{variant}}.log",
+    benchmark:
+        f"{R}/logs/quality/{{study}}-{{variant}}.benchmark.jsonl"
+    conda:
+        "../../envs/environment.yaml"
+    threads: 1
+    resources:
+        gpu=RUN.gpus,
+        mem_mb=2500,
+        runtime=30,
+    params:
+        tier=RUN.tier,
+        run=RUN.name,
+        row=RUN.variant_row,
+        folder=RUN.data_of_wildcards,
+        config=RUN.sections(
+            "device", "dtype", "preset", "implementations", "data", "train"
+        ),
+        arguments=RUN.study_of_wildcards,
+        sources=plan.sources("training"),
+    message:
+        "Training {wildcards.variant} for study {wildcards.study}"
+    shell:
+        "python -m gem.job {output} -- python -m gem.train --tier {params.tier} --variant {wildcards.variant}"
+        " --data {params.folder:q} --run {params.run} {params.arguments}"
+        " 2>&1 | tee {log}"
