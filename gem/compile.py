@@ -80,3 +80,11 @@ def apply(model: GEM, implementation: str, *, regions: bool = True) -> GEM:
 def graphs() -> int:
     """Graphs that torch.compile has made in this process so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def summary() -> str:
+    """What was compiled in this process, for a log: graphs, and how often the cache on disk had one (forward and
+    backward are asked for apart)."""
+    found = torch._dynamo.utils.counters["inductor"]
+    hits, misses = found["fxgraph_cache_hit"], found["fxgraph_cache_miss"]
+    return f"{graphs()} graphs, {hits} of {hits + misses} halves from the compiler's cache"

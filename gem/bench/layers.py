@@ -65,17 +65,22 @@ class CellTask:
         self.lengths = cells.median_lengths(self.config, self.data, self.settings["batch"])
         self.found: dict[int, Measured] = {}
         self.built = {}
-        small = cells.Inputs(self.config, cells.small_lengths(self.data), self.device)
+        # the first sizes that the compiler meets are those it takes for usual
+        draft = {name: lengths[: self.settings["draft"]] for name, lengths in self.lengths.items()}
+        sizes = [cells.Inputs(self.config, found, self.device) for found in (draft, cells.small_lengths(self.data))]
         count = len(self.lengths) if self.cell.kind in PER_EVENT else 1
         for event in range(count):
             try:
-                made = cells.compiled(cells.build(self.cell.kind, self.config, small, event), self.config)
-                cells.evaluate(made.call, made.module, made.inputs, self.config, self.device)
+                made = cells.compiled(cells.build(self.cell.kind, self.config, sizes[0], event), self.config)
+                for inputs in sizes:
+                    given = cells.build(self.cell.kind, self.config, inputs, event).inputs
+                    cells.evaluate(made.call, made.module, given, self.config, self.device)
                 self.built[event] = made
             except Exception as error:
                 self.found[event] = Measured(status=step.status_of(error))
         hardware.synchronize(self.device)
         step.release(self.device)
+        print(f"{self.cell.name}: {compilation.summary()}", flush=True)
 
     def measure(self) -> dict[int, Measured]:
         clock = clock_for(self.device.type, units.FLUSH_BYTES if self.device.type == "cuda" else 0)
@@ -133,7 +138,9 @@ class FixedTask:
         for layer in self.model.layers:  # only brings the heads their input; it is timed as cells
             for module in layer.modules():
                 compilation.leave_plain(module)
-        parity.gradients(self.model, parity.small_batch(small, self.device), self.config)
+        draft = batches.MemorySplit(small.schema, self.settings["draft"], data)
+        for split in (draft, small):
+            parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
         step.release(self.device)
 
     def measure(self) -> dict[str, Measured]:

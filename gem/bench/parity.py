@@ -34,7 +34,8 @@ def small_split(data: dict) -> MemorySplit:
     return MemorySplit(schema, len(LENGTHS), data, seed=7, lengths=lengths)
 
 
-def small_batch(split: MemorySplit, device: torch.device) -> Batch:
+def whole_batch(split: MemorySplit, device: torch.device) -> Batch:
+    """All rows of a split as one batch."""
     return split.batch(np.arange(split.num_rows)).to(device)
 
 

@@ -94,8 +94,9 @@ class StepTask:
         self.model: GEM | None = None
 
     def prepare(self) -> None:
-        """Beside others: the model with small tables, compiled on the small batch of the check; the data. Leaves the
-        layers in host memory, since the device is shared until the last is ready."""
+        """Beside others: the model with small tables, compiled on a batch of a few samples of real lengths (whose sizes
+        are what the compiler takes for usual) and tried on the small batch of the check; the data. Leaves the layers in
+        host memory, since the device is shared until the last is ready."""
         self.device = hardware.open_device(self.config.device)
         if self.config.toggles.precision is not Precision.BF16:
             self.failure = ("unsupported", "MX runs as emulated numerics here: its time says nothing of the format")
@@ -108,9 +109,12 @@ class StepTask:
             # the check runs the model several times, so its tables must not learn in between
             still = dataclasses.replace(self.config, train=dataclasses.replace(self.config.train, table_lr=1e-30))
             self.model = train.build(still, Data(self.small, self.small), SEED, self.device)
-            parity.gradients(self.model, parity.small_batch(self.small, self.device), self.config)
+            draft = batches.MemorySplit(self.small.schema, self.settings["draft"], data, SEED)
+            for split in (draft, self.small):
+                parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
             hardware.synchronize(self.device)
             self.model.layers.to("cpu")
+            print(f"{self.config.variant}: {compilation.summary()}", flush=True)
         except Exception as error:
             self.failure = status_of(error)
         release(self.device)
@@ -152,7 +156,7 @@ class StepTask:
         return {"case": self.config.preset, "subject": subject, "impl": impl, "phase": phase}
 
     def check(self, run: record.Run, base: dict) -> None:
-        wrong, error = parity.problem(self.model, parity.small_batch(self.small, self.device), self.config)
+        wrong, error = parity.problem(self.model, parity.whole_batch(self.small, self.device), self.config)
         run.add(**base, metric="correct", p50=0 if wrong else 1, note=wrong or "loss and gradients of a small batch")
         if wrong:
             raise WrongResult(wrong)

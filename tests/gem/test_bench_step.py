@@ -66,7 +66,7 @@ def test_tables_have_the_asked_size():
 
 
 def test_a_right_variant_passes_and_names_no_error(model, config):
-    wrong, error = parity.problem(model, parity.small_batch(parity.small_split(DATA), CPU), config)
+    wrong, error = parity.problem(model, parity.whole_batch(parity.small_split(DATA), CPU), config)
     assert wrong is None and 0 <= error < 1e-4
 
 
@@ -74,12 +74,12 @@ def test_other_mathematics_fails(model, config):
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, gdpa_activation="silu"))
     small = parity.small_split(DATA)
     changed = train.build(other, Data(small, small), 0, CPU)
-    wrong, _ = parity.problem(changed, parity.small_batch(small, CPU), config)
+    wrong, _ = parity.problem(changed, parity.whole_batch(small, CPU), config)
     assert wrong and (wrong.startswith("loss") or "gradient of" in wrong)
 
 
 def test_one_wrong_or_missing_gradient_fails(model, config):
-    batch = parity.small_batch(parity.small_split(DATA), CPU)
+    batch = parity.whole_batch(parity.small_split(DATA), CPU)
     name = "gradient of layers.0.summary.down.weight"
 
     def spoiled(change):

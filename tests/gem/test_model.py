@@ -288,8 +288,8 @@ def test_mean_pooling_divides_by_the_whole_bag():
 
 def test_layers_compile_without_graph_breaks(split):
     """One graph a module, shared by layers and by event types of the same sizes: fullgraph makes a break an error, and
-    nothing is compiled again as lengths and sizes change. What follows from offsets is made once a batch and shared by layers, forward and
-    backward."""
+    nothing is compiled again as lengths and sizes change. What follows from offsets is made once a batch and shared by
+    layers, forward and backward."""
     plain = build(split, self_attention="block", pooling="hsp")
     compiled = build(split, self_attention="block", pooling="hsp")
     torch._dynamo.reset()
