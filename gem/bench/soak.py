@@ -1,0 +1,106 @@
+"""A thousand training steps in a row: does their time or memory drift?
+
+    python -m gem.bench.soak --tier gpu --variant full --steps 1000
+
+The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
+loss or gradient that is not finite ends the run with its step. Records `soak`, one row a window of a tenth of the
+steps (case steps_<last step>): median time of a step, peak memory, mean loss; and over the run `time_drift` and
+`memory_growth`, the last window against the second, since the first compiles and grows the allocator's pools.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from gem import config as configuration
+from gem import hardware, record, report, train
+from gem.bench import batches
+from gem.bench.loop import Loop, with_batch
+from gem.bench.step import SOURCES as STEP_SOURCES
+from gem.bench.step import section_of
+from gem.bench.timing import Timing, clock_for
+from gem.cli import Parser
+from gem.optim import Optimizers
+from gem.train import Data
+
+WINDOWS = 10
+SOURCES = (*STEP_SOURCES, "gem/bench/soak.py")
+
+
+def soak(variant: str, tier: str, run_name: str, steps: int, preset: str | None = None) -> None:
+    """Run and record. steps: a multiple of WINDOWS, at least two a window."""
+    section, data = section_of(tier), configuration.load_tier(tier)["data"]
+    config = with_batch(configuration.load(variant, tier, preset), section["batch"])
+    device = hardware.open_device(config.device)
+    schema = batches.schema_of(data, section["table_rows"])
+    split = batches.MemorySplit(schema, section["batch"] * section["batches"], data, 0)
+    model = train.build(config, Data(split, split), 0, device)
+    model.train()
+    loop = Loop(model, Optimizers(model, config, steps), config, split, device)
+    losses: list[float] = []
+    if loop.watch is not None:
+        loop.watch.add = keeping(loop.watch.add, losses)
+        loop.watch.flush = keeping(loop.watch.flush, losses)
+    clock, found = clock_for(device.type, flush_bytes=0), []
+    try:
+        for window in range(WINDOWS):
+            hardware.reset_peak_memory(device)
+            times = clock.run([loop.one] * (steps // WINDOWS))
+            for _ in loop.watch.flush() if loop.watch is not None else ():
+                pass
+            found.append((Timing.of(times, 0), hardware.peak_memory_gib(device), list(losses)))
+            losses.clear()
+            timing, memory, _ = found[-1]
+            print(f"{(window + 1) * steps // WINDOWS} steps: {timing.p50:.2f} ms, {memory:.2f} GiB", flush=True)
+    finally:
+        loop.close()
+    settings = config.to_dict() | {"step": section, "steps": steps}
+    with record.Run(
+        run_name, "soak", name=f"soak-{variant}", case_row=config.row, config=settings, sources=SOURCES
+    ) as run:
+        base = {"subject": variant, "impl": report.implementation(config), "phase": "step"}
+        for window, (timing, memory, seen) in enumerate(found):
+            row = base | {"case": f"steps_{(window + 1) * steps // WINDOWS}"}
+            run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
+            run.add(**row, metric="peak_mem_gib", p50=memory)
+            if seen:
+                run.add(**row, metric="loss", p50=float(np.mean(seen)), n=len(seen))
+        (early, before, _), (late, after, _) = found[1], found[-1]
+        note = f"last tenth of {steps} steps against the second"
+        run.add(**base, case=config.preset, metric="time_drift", p50=late.p50 / early.p50, note=note)
+        run.add(**base, case=config.preset, metric="memory_growth", p50=(after - before) * 2**30, note=note)
+
+
+def keeping(call, losses: list[float]):
+    """The same generator of finished steps, which leaves their losses behind."""
+
+    def kept(*given):
+        for done in call(*given):
+            losses.append(done.loss)
+            yield done
+
+    return kept
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="python -m gem.bench.soak", description=__doc__.split("\n")[0])
+    parser.add_argument("--tier", required=True, help="name of config/<tier>.yaml; its section `step` has the sizes")
+    parser.add_argument("--run", help="folder under results for the records (default: the tier's name)")
+    parser.add_argument("--variant", default="full", help="id of config/variants.tsv (default full)")
+    parser.add_argument("--preset", help="size of the model (default: the tier's)")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps (default 1000)")
+    args = parser.parse_args(argv)
+    try:
+        if args.steps < 2 * WINDOWS or args.steps % WINDOWS:
+            raise ValueError(f"--steps {args.steps}; allowed: multiples of {WINDOWS}, {2 * WINDOWS} or more")
+        soak(args.variant, args.tier, args.run or args.tier, args.steps, args.preset)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Long runs: windows are recorded, and a drift or a growth shows."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from gem.bench import soak
+from gem.bench.loop import Loop
+
+
+def rows_of(place):
+    (path,) = (place / "results/try/records/parts").glob("*.csv")
+    return pd.read_csv(path)
+
+
+def test_windows_drift_and_growth(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    peaks = iter([5.0, *[2.0] * 8, 2.5])
+    monkeypatch.setattr(soak.hardware, "peak_memory_gib", lambda device: next(peaks))
+
+    class Slowing:
+        calls = 0
+
+        def run(self, calls):
+            for call in calls:
+                call()
+            self.calls += 1
+            return [10.0 * self.calls] * len(calls)
+
+    clock, steps, one = Slowing(), [], Loop.one
+    monkeypatch.setattr(soak, "clock_for", lambda *given, **named: clock)
+    monkeypatch.setattr(Loop, "one", lambda self: steps.append(1) or (one(self) if len(steps) == 1 else None))
+    assert soak.main(["--tier", "smoke", "--run", "try", "--steps", "20"]) == 0
+    rows = rows_of(tmp_path)
+    assert len(steps) == 20 and set(rows.status) == {"ok"}
+    times = rows[rows.metric == "time_ms"].set_index("case").p50
+    assert list(times.index) == [f"steps_{n}" for n in range(2, 21, 2)] and times["steps_20"] == 100
+    assert rows[rows.metric == "time_drift"].p50.item() == pytest.approx(100 / 20)
+    assert rows[rows.metric == "memory_growth"].p50.item() == 0.5 * 2**30
+
+
+@pytest.mark.parametrize("steps", ["10", "25", "0"])
+def test_steps_must_fill_windows(steps, capsys):
+    assert soak.main(["--tier", "smoke", "--steps", steps]) == 1
+    assert "allowed: multiples of 10, 20 or more" in capsys.readouterr().err
