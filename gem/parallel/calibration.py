@@ -3,7 +3,8 @@
 Read from frozen records (data/measured/<device>), all optional:
 
 layers    one GPU: metric mfu by subject, a module of gem.summary -> the rate of that module
-step      one GPU: metric mfu of subject full -> the rate of modules without a record of their own
+step      one GPU: metric mfu of subject full -> the rate of modules without a record of their own; time_ms -> one
+          factor on all rates, so that the modelled step of one GPU takes as long as the real one, optimiser and all
 topology  two GPUs: time_ms and comm_bytes of subjects all_gather* by size -> latency and bandwidth inside a host;
           time_ms of gemm_beside_24_sms and gemm_alone -> cost of SMs lent to collectives
 step      two GPUs, never used to fit: time_ms of subject full; the model must come within 15 %
@@ -88,6 +89,7 @@ def calibrate(single: pd.DataFrame, pair: pd.DataFrame, base: Assumptions | None
         fitted.append("layers")
     if len(step) == 0 and set(layers) != set(MODULES):
         missing.append("layers or step on one GPU")
+    value = as_in_a_step(value, ok(single, experiment="step", metric="time_ms", subject="full"))
     lines = pairs_of(ok(pair, experiment="topology"))
     if len(lines):
         latency, bandwidth = fit_line(lines.comm_bytes, lines.time_ms / 1e3)
@@ -125,12 +127,31 @@ def held_out_error(value: Assumptions, rows: pd.DataFrame) -> float | None:
     return max(errors) if errors else None
 
 
+def as_in_a_step(value: Assumptions, rows: pd.DataFrame) -> Assumptions:
+    """All rates times one factor, the median over step records of one GPU whose case is a preset: modelled time over
+    real time. A step has more than its layers, and they may also be faster in a row than one by one."""
+    from gem.config import PRESETS
+
+    rows = rows[rows.case.isin(PRESETS)]
+    if rows.empty:
+        return value
+    factor = float(
+        np.median([predict(value, case, 1) * 1e3 / ms for case, ms in zip(rows.case, rows.p50, strict=True)])
+    )
+    note = "step (one GPU)"
+    changed = value.with_values({"local_mfu": value["local_mfu"] * factor}, source="record", record=note)
+    return Assumptions(changed.rows, {name: rate * factor for name, rate in value.module_mfu.items()})
+
+
 def predict(value: Assumptions, preset: str, gpus: int = 2) -> float:
-    """Seconds of a step of `preset` on a few GPUs of one host: FSDP over all of them, tables sharded, no balancing."""
+    """Seconds of a step of `preset` on a few GPUs of one host, as gem.bench.scaling runs it: FSDP over all of them one
+    unit ahead, tables sharded, every rank with its own batches."""
     from gem.parallel.mesh import Mesh
     from gem.parallel.simulate import Scenario, simulate
     from gem.parallel.workload import of_preset
 
+    # memory is the real job's affair: the tables of the large jobs' model do not lie on two GPUs
+    value = value.with_values({"prefetch": 1, "hbm_bytes": 1e15})
     job = Scenario(Mesh(gpus, gpus), "v1", "none", sm_free=False)
     return simulate(of_preset(preset, value["param_bytes"]), job, value).step
 

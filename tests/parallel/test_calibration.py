@@ -73,6 +73,20 @@ def test_a_step_of_one_gpu_stands_in_for_layers():
     assert "layers or step on one GPU" in some.missing
 
 
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_the_modelled_step_of_one_gpu_is_the_real_one(factor):
+    """Modules one by one take `factor` of what they take in a step: the rates follow the step."""
+    alone = predict(calibrate(SINGLE, frame()).values, "base", 1) * 1e3
+    times = {"experiment": "step", "subject": "full", "metric": "time_ms", "p50": alone / factor}
+    found = calibrate(pd.concat([SINGLE, frame(times)]), frame()).values
+    assert predict(found, "base", 1) * 1e3 == pytest.approx(alone / factor, rel=1e-6)
+    assert found.module_mfu == pytest.approx(dict.fromkeys(MODULES, 0.4 * factor))
+    assert predict(found, "base", 2) > predict(found, "base", 1)
+    # a step of another model says nothing of this one
+    other = calibrate(pd.concat([SINGLE, frame(times | {"case": "small_toy"})]), frame()).values
+    assert other.module_mfu == dict.fromkeys(MODULES, 0.4)
+
+
 @pytest.mark.parametrize(("error", "good"), [(0.0, True), (0.1, True), (0.2, False), (-0.2, False)])
 def test_held_out_step_times_decide(error, good):
     """Two-GPU steps are made from the model itself, off by `error`; 15 % is the limit."""
