@@ -86,31 +86,31 @@ def scale_codes(amax: Tensor, dtype: torch.dtype, mode: str) -> Tensor:
     return torch.where(exponent == 255, SCALE_NAN, codes.clamp(0, SCALE_NAN - 1)).to(torch.uint8)
 
 
-def times_power_of_two(x: Tensor, exponent: Tensor) -> Tensor:
-    """x * 2^exponent for float32 x and int32 exponents in [-250, 250], broadcast; exact unless the result itself is
-    not normal.
-
-    Two factors, because a single 2^exponent leaves the normal floats from -127 downwards.
-    """
-    half = exponent >> 1
-    return x * _power_of_two(half) * _power_of_two(exponent - half)
+def power_of_two(exponent: Tensor) -> Tensor:
+    """float32 2^exponent for int32 exponents in [-127, 127]; 2^-127 is the one that is no normal number."""
+    return ((exponent + 127) << 23).clamp_(min=1 << 22).view(torch.float32)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
+def scale_factors(codes: Tensor, *, up: bool) -> Tensor:
+    """float32 2^(code - 127) of scale codes (up), or its inverse, NaN under code 255: what decodes or encodes."""
+    exponent = codes.to(torch.int32) - SCALE_BIAS
+    return power_of_two(exponent if up else -exponent).masked_fill_(codes == SCALE_NAN, float("nan"))
 
 
 def encode(x: Tensor, codes: Tensor, dtype: torch.dtype, uniform: Tensor | None = None) -> Tensor:
-    """Elements (`dtype`) of float32 x under scale codes broadcast to x, NaN under code 255; `uniform` (in [0, 1), x's
-    shape): round stochastically."""
-    scaled = times_power_of_two(x, SCALE_BIAS - codes.to(torch.int32)).masked_fill(codes == SCALE_NAN, float("nan"))
-    return saturating_cast(scaled, dtype) if uniform is None else stochastic_cast(scaled, dtype, uniform)
+    """Elements (`dtype`) of float32 x under the scale codes of its blocks, broadcast to x, NaN under code 255;
+    `uniform` (in [0, 1), x's shape): round stochastically."""
+    fmt = element_format(dtype)
+    # Every power that a code stands for is a float32 itself, so that one product scales exactly.
+    scaled = x * scale_factors(codes, up=False)
+    if uniform is not None:
+        scaled = round_stochastically(scaled, fmt, uniform)
+    return scaled.clamp_(-fmt.largest, fmt.largest).to(dtype)
 
 
 def decode(data: Tensor, codes: Tensor) -> Tensor:
     """float32 values of elements under scale codes broadcast to them; NaN under code 255."""
-    values = times_power_of_two(data.float(), codes.to(torch.int32) - SCALE_BIAS)
-    return values.masked_fill(codes == SCALE_NAN, float("nan"))
+    return data.float() * scale_factors(codes, up=True)
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,14 +141,20 @@ def stochastic_cast(x: Tensor, dtype: torch.dtype, uniform: Tensor) -> Tensor:
     """x (float32) rounded to one of its two neighbours in `dtype`, the upper one with probability equal to the
     distance from the lower: the mean over `uniform` (in [0, 1)) is x itself where |x| is in range. The source uses it
     for gradients."""
-    fmt = element_format(dtype)
+    rounded = round_stochastically(x, element_format(dtype), uniform)
+    return saturating_cast(torch.where(x.isfinite(), rounded, x), dtype)
+
+
+def round_stochastically(x: Tensor, fmt: ElementFormat, uniform: Tensor) -> Tensor:
+    """`stochastic_cast` of finite float32 x as float32, without saturation; NaN where x is not finite."""
     magnitude = x.abs()
-    exponent = ((magnitude.contiguous().view(torch.int32) >> 23) & 0xFF) - 127
-    quantum = exponent.clamp(min=fmt.min_exponent) - fmt.mantissa
-    steps = times_power_of_two(magnitude, -quantum)
+    exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp_(min=(fmt.min_exponent + 127) << 23)
+    quantum = exponent.sub_(fmt.mantissa << 23)  # both powers of two as bits: the quantum of x, and its inverse
+    steps = magnitude.mul_(((254 << 23) - quantum).view(torch.float32))
     lower = steps.floor()
-    rounded = times_power_of_two(lower + (uniform < steps - lower).float(), quantum)
-    return saturating_cast(torch.where(x.isfinite(), torch.copysign(rounded, x), x), dtype)
+    # one where uniform < steps - lower, else zero: the difference lies in (-1, 1), and its sign is exact
+    upper = steps.sub_(lower).sub_(uniform).ceil_()
+    return lower.add_(upper).mul_(quantum.view(torch.float32)).copysign_(x)
 
 
 def counter_uniform(count: int, seed: Tensor) -> Tensor:
@@ -198,19 +204,28 @@ class Hadamard:
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate the last axis of float32 x, a multiple of 32. Additions in the order of the butterfly network, which
         every implementation shares, so that results agree to the last bit."""
-        return _butterfly(x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)) * self.signs(x.device)).flatten(-2)
+        return _butterfly(x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK)), signs=self.signs(x.device)).flatten(-2)
 
     def rotate_back(self, x: Tensor) -> Tensor:
         """Undo `rotate`."""
         return (_butterfly(x.unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))) * self.signs(x.device)).flatten(-2)
 
 
-def _butterfly(x: Tensor) -> Tensor:
-    """x [..., 32] times the normalised Walsh-Hadamard matrix (Sylvester's order)."""
+def _butterfly(x: Tensor, signs: Tensor | None = None) -> Tensor:
+    """x [..., 32], times `signs` [32], times the normalised Walsh-Hadamard matrix (Sylvester's order)."""
+    # The axis comes first, so that every sum is one of long rows; where it lies so in memory, nothing is moved.
+    front = x.movedim(-1, 0)
+    here = front.contiguous() if x.stride(-1) == 1 else front
+    here = here * (1.0 if signs is None else signs.view(-1, *[1] * (x.dim() - 1)))
+    there = torch.empty_like(here)
     for width in (1, 2, 4, 8, 16):
-        a, b = x.unflatten(-1, (BLOCK // (2 * width), 2, width)).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).flatten(-3)
-    return x * BLOCK**-0.5
+        (a, b), (total, difference) = (
+            y.unflatten(0, (BLOCK // (2 * width), 2, width)).unbind(1) for y in (here, there)
+        )
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        here, there = there, here
+    return here.mul_(BLOCK**-0.5).movedim(0, -1)
 
 
 @lru_cache(maxsize=64)

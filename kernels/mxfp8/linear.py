@@ -13,14 +13,13 @@ sizes: a reduction axis that is no multiple of 32 is zero-padded inside, which c
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..validation import strict_float32
 from . import hopper
-from .formats import BLOCK, Hadamard
-from .quantize import round_to_mx
+from .formats import Hadamard
+from .quantize import pad_dims, round_to_mx
 from .recipe import Recipe
 
 
@@ -54,7 +53,7 @@ def _mx_values(x: Tensor, operand: str, recipe: Recipe) -> Tensor:
     """float32 values of x [M, K] quantised along K, rotated along K if the recipe says so (both operands are)."""
     x = x.float()
     if recipe.hadamard is not None:
-        x = Hadamard(recipe.hadamard).rotate(F.pad(x, (0, -x.shape[1] % BLOCK)))
+        x = Hadamard(recipe.hadamard).rotate(pad_dims(x, (1,)))
     return round_to_mx(
         x,
         (1,) if recipe.block == (1, 32) else (0, 1),

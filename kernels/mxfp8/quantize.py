@@ -53,12 +53,22 @@ def _collect(padded: Tensor, layout: _TokenLayout, total: int) -> Tensor:
     return packed
 
 
-def _pad_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Zeros at the end of every axis of `dims` up to a multiple of 32."""
-    pads = [0] * (2 * x.dim())
-    for dim in dims:
-        pads[2 * (x.dim() - 1 - dim) + 1] = -x.shape[dim] % BLOCK
-    return F.pad(x, pads) if any(pads) else x
+def in_memory_order(x: Tensor) -> tuple[int, ...]:
+    """Axes of x from the largest stride to the smallest: permuted so, a transposed tensor is contiguous again."""
+    return tuple(sorted(range(x.dim()), key=x.stride, reverse=True))
+
+
+def pad_dims(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Zeros at the end of every axis of `dims` up to a multiple of 32; a transposed tensor stays transposed."""
+    if all(x.shape[dim] % BLOCK == 0 for dim in dims):
+        return x
+    order = in_memory_order(x)
+    pads = [pad for axis in reversed(order) for pad in (0, -x.shape[axis] % BLOCK if axis in dims else 0)]
+    return F.pad(x.permute(order), pads).permute(_inverse(order))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(axis) for axis in range(len(order)))
 
 
 def _split(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -78,11 +88,15 @@ def _inner(dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dim + i + 1 for i, dim in enumerate(dims))
 
 
+def _blocks(x: Tensor, dims, dtype, scale_mode) -> tuple[Tensor, Tensor]:
+    """x with its blocked axes split, and the scale codes, broadcast to it."""
+    blocks = _split(x, dims)
+    return blocks, formats.scale_codes(blocks.abs().amax(_inner(dims), keepdim=True), dtype, scale_mode)
+
+
 def _encode(x: Tensor, dims, dtype, scale_mode, uniform) -> tuple[Tensor, Tensor]:
     """Elements in x's shape and scale codes (blocked axes / 32) of float32 x whose `dims` are multiples of 32."""
-    blocks = _split(x, dims)
-    amax = blocks.abs().amax(_inner(dims), keepdim=True)
-    codes = formats.scale_codes(amax, dtype, scale_mode)
+    blocks, codes = _blocks(x, dims, dtype, scale_mode)
     data = formats.encode(blocks, codes, dtype, None if uniform is None else _split(uniform, dims))
     return _join(data.view(torch.uint8), dims).view(dtype), codes.squeeze(_inner(dims))
 
@@ -116,7 +130,7 @@ class MXTensor:
         shape = self.data.shape
         raw = self.data.view(torch.uint8)
         raw = _spread(raw, self.layout) if self.layout is not None else raw
-        values = _decode(_pad_dims(raw, self.dims).view(self.data.dtype), self.scale, self.dims)
+        values = _decode(pad_dims(raw, self.dims).view(self.data.dtype), self.scale, self.dims)
         if self.hadamard is not None and not rotated:
             values = _along(values, self.axis, self.hadamard.rotate_back)
         if self.layout is not None:
@@ -197,7 +211,7 @@ def quantize(
     if hadamard is not None:
         values = _along(values, axis, hadamard.rotate)
     extent = values.shape
-    values = _pad_dims(values, dims)
+    values = pad_dims(values, dims)
     uniform = None if seed is None else formats.counter_uniform(values.numel(), seed).view(values.shape)
     data, scale = _encode(values, dims, dtype, scale_mode, uniform)
     raw = data.view(torch.uint8)
@@ -256,31 +270,28 @@ def round_to_mx(
     """
     dims = tuple(sorted(dim % x.dim() for dim in dims))
     shape = x.shape
-    values = _pad_dims(x.float(), dims)
-    uniform = None
-    if stochastic:
-        # torch's own generator: the counted numbers of `quantize` cost ten passes, and nothing here reads the bytes.
-        uniform = torch.rand(values.shape, device=values.device)
-    rounded = None if stochastic else _round_plainly(values, dims, dtype, scale_mode)
-    if rounded is None:
-        data, scale = _encode(values, dims, dtype, scale_mode, uniform)
-        rounded = _decode(data, scale, dims)
+    values = pad_dims(x.float(), dims)
+    # torch's own generator: the counted numbers of `quantize` cost ten passes, and nothing here reads the bytes.
+    uniform = torch.rand(values.shape, device=values.device) if stochastic else None
+    order = in_memory_order(values)  # passes over a transposed tensor follow its memory
+    back = _inverse(order)
+    uniform = None if uniform is None else uniform.permute(order)
+    inner = tuple(sorted(back[dim] for dim in dims))
+    rounded = _round(values.permute(order), inner, dtype, scale_mode, uniform).permute(back)
     for dim in dims:
         rounded = rounded.narrow(dim, 0, shape[dim])
     return rounded
 
 
-def _round_plainly(values: Tensor, dims, dtype, scale_mode) -> Tensor | None:
-    """What decoding the encoded values gives (a rounded zero loses its sign), without making bytes on the way.
-
-    None where a block holds Inf or NaN or needs an exponent at either end of the range: one factor cannot scale it.
-    """
-    blocks = _split(values, dims)
-    amax = blocks.abs().amax(_inner(dims), keepdim=True)
-    codes = formats.scale_codes(amax, dtype, scale_mode).to(torch.int32)
-    if not bool((((codes > 0) & (codes < formats.SCALE_NAN - 1)) | (amax == 0)).all()):
-        return None
+def _round(values: Tensor, dims, dtype, scale_mode, uniform) -> Tensor:
+    """What decoding the encoded values gives (rounded to nearest, a zero loses its sign), without making bytes."""
     fmt = formats.element_format(dtype)
-    down, up = ((bits << 23).view(torch.float32) for bits in (2 * formats.SCALE_BIAS - codes, codes))
-    scaled = (blocks * down).clamp_(-fmt.largest, fmt.largest)
-    return _join(formats.round_to_elements(scaled, fmt).mul_(up), dims)
+    blocks, codes = _blocks(values, dims, dtype, scale_mode)
+    scaled = blocks * formats.scale_factors(codes, up=False)
+    if scale_mode == "floor":  # the other modes never clip
+        scaled.clamp_(-fmt.largest, fmt.largest)
+    if uniform is None:
+        rounded = formats.round_to_elements(scaled, fmt)
+    else:
+        rounded = formats.round_stochastically(scaled, fmt, _split(uniform, dims))
+    return _join(rounded.mul_(formats.scale_factors(codes, up=True)), dims)
