@@ -10,7 +10,6 @@ arithmetic as triton.tools.ragged_tma.) A sequence without rows loads zeros only
 from __future__ import annotations
 
 import threading
-import weakref
 
 import torch
 import triton
@@ -18,6 +17,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx  # raises ImportError under stock Triton; the registry turns that into a reason
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .kept import kept
 from .registry import Case
 
 GROUP_ROWS = 64  # query rows of one consumer warp group: wgmma's M
@@ -175,32 +175,6 @@ def build_tile_table(
         num_warps=4,
     )
     return table, ends[-1:]
-
-
-_TABLES: dict[tuple, tuple] = {}
-
-
-def kept(build, q_offsets, kv_offsets, *sizes: int):
-    """build(q_offsets, kv_offsets, *sizes), kept for a pair of offsets tensors.
-
-    The layers of a step share their offsets, so only the first one pays. The key holds the tensors' identity and
-    version; entries leave with their offsets tensor.
-    """
-    key = (
-        build.__name__, id(q_offsets), -1 if q_offsets is None else q_offsets._version,
-        id(kv_offsets), kv_offsets._version, *sizes,
-    )  # fmt: skip
-    found = _TABLES.get(key)
-    if found is not None and found[0]() is kv_offsets and (q_offsets is None or found[1]() is q_offsets):
-        return found[2]
-    built = build(q_offsets, kv_offsets, *sizes)
-
-    def forget(_):
-        _TABLES.pop(key, None)
-
-    queries = None if q_offsets is None else weakref.ref(q_offsets, forget)
-    _TABLES[key] = (weakref.ref(kv_offsets, forget), queries, built)
-    return built
 
 
 def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged, to_ragged_indices
+
+from .kept import kept
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -58,14 +60,7 @@ def max_tiles(total: int, batch: int, block: int) -> int:
     return (total + (batch + 1) * (block - 1)) // block
 
 
-def tile_list(offsets: torch.Tensor, total: int, block: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tiles of `block` rows of every sequence, built on the device without a synchronisation.
-
-    offsets [B+1] int32 or int64,
-    any stride; total = rows of the tensor (>= offsets[-1]). Returns (tiles int32 [bound, 2] of
-    (sequence, tile index), count int32 [1],
-    bound). Entries past count are unset. Sequence B is the rest past offsets[-1].
-    """
+def _make_tile_list(_, offsets, total, block):
     batch = offsets.numel() - 1
     bound = max_tiles(total, batch, block)
     tiles = torch.empty((max(bound, 1), 2), dtype=torch.int32, device=offsets.device)
@@ -75,6 +70,16 @@ def tile_list(offsets: torch.Tensor, total: int, block: int) -> tuple[torch.Tens
         offsets, offsets.stride(0), tiles, count, batch, total, BLOCK=block, SEQUENCES=sequences, num_warps=4
     )
     return tiles, count, bound
+
+
+def tile_list(offsets: torch.Tensor, total: int, block: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tiles of `block` rows of every sequence, built on the device without a synchronisation, once per offsets tensor.
+
+    offsets [B+1] int32 or int64, any stride; total = rows of the tensor (>= offsets[-1]). Returns (tiles int32 [bound,
+    2] of (sequence, tile index), count int32 [1], bound). Entries past count are unset. Sequence B is the rest past
+    offsets[-1].
+    """
+    return kept(_make_tile_list, None, offsets, total, block)
 
 
 @triton.jit
@@ -128,6 +133,19 @@ def store_rows(base, first, rows, columns, stride, length, value, HEAD_DIM: tl.c
     pointers = base + tl.cast(first, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     mask = (first + rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(pointers, value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_tile(target, base, start, first, head, rows, columns, stride, length, value,
+               HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """`store_rows` to `base`, the sequence's first row, or by the descriptor `target` of the whole tensor, in which the
+    sequence begins at row `start`."""
+    if TMA:
+        far, end, row = to_ragged_indices(tl.cast(start, tl.int32), length, tl.cast(first, tl.int32))
+        tile = tl.reshape(value.to(base.dtype.element_ty), [1, 1, BLOCK, 1, BLOCK_D])
+        target.store([far, end, row, tl.cast(head, tl.int32), 0], tile)
+    else:
+        store_rows(base, first, rows, columns, stride, length, value, HEAD_DIM)
 
 
 def precision_of(dtype: torch.dtype) -> str:
