@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kept import kept
 from ..registry import Case, Implementation
 from ..triton_common import describable, descriptors, precision_of, tile_list
 from . import configs
@@ -35,6 +36,7 @@ class Options:
     the hint allows. Off by default: on an H200 the list of valid tiles is faster (TUNING.md).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
     tma: what a loop passes over comes by descriptors (True) or by loads (False); None: by descriptors where possible.
+    own_tma: the same of what a program holds: its tile of queries (or keys and values) and of results.
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
     fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default as many as fit at once.
     """
@@ -43,6 +45,7 @@ class Options:
     kv_resident: bool | None = False
     backward: str | None = None
     tma: bool | None = None
+    own_tma: bool | None = False
     fast_tanh: bool | None = None
     fwd: Config | None = None
     resident: Config | None = None
@@ -69,25 +72,34 @@ def _tile_work_kernel(tiles, count, kv_offsets, stride, work, num_sequences, bou
     tl.store(work + slot, tl.where(there, keys.to(tl.int32), -1), mask=slot < bound)
 
 
-def _by_work(tiles, count, bound, kv_offsets):
-    """The tile list with the most keys first; slots past the count stay last."""
+def _sorted_tiles(q_offsets, kv_offsets, q_rows, block):
+    tiles, count, bound = _query_tiles(q_offsets, kv_offsets, q_rows, block)
     work = torch.empty(bound, dtype=torch.int32, device=tiles.device)
     grid = (triton.cdiv(bound, 256),)
     _tile_work_kernel[grid](
         tiles, count, kv_offsets, kv_offsets.stride(0), work, kv_offsets.numel() - 1, bound, SIZE=256
     )
-    return tiles[:bound][torch.argsort(work, descending=True, stable=True)]
+    return tiles[:bound][torch.argsort(work, descending=True, stable=True)], count, bound
 
 
-def _query_tiles(q, q_offsets, num_sequences, block):
-    """(tiles, count, bound) of the queries. Shared queries: every sequence has all of them."""
-    if q_offsets is not None:
-        return tile_list(q_offsets, q.shape[0], block)
-    each = triton.cdiv(q.shape[0], block)
-    bound = num_sequences * each
-    slot = torch.arange(bound, dtype=torch.int32, device=q.device)
-    count = torch.full((1,), bound, dtype=torch.int32, device=q.device)
+def _shared_tiles(_, kv_offsets, q_rows, block):
+    each = triton.cdiv(q_rows, block)
+    bound = (kv_offsets.numel() - 1) * each
+    slot = torch.arange(bound, dtype=torch.int32, device=kv_offsets.device)
+    count = torch.full((1,), bound, dtype=torch.int32, device=kv_offsets.device)
     return torch.stack((slot // each, slot % each), 1), count, bound
+
+
+def _query_tiles(q_offsets, kv_offsets, q_rows, block, by_work=False):
+    """(tiles, count, bound) of the queries, built once a batch. Shared queries: every sequence has all of them.
+
+    by_work: the most keys first; slots past the count stay last.
+    """
+    if by_work:
+        return kept(_sorted_tiles, q_offsets, kv_offsets, q_rows, block)
+    if q_offsets is None:
+        return kept(_shared_tiles, None, kv_offsets, q_rows, block)
+    return tile_list(q_offsets, q_rows, block)
 
 
 def _strides(*tensors):
@@ -115,8 +127,8 @@ def _multiprocessors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _by_descriptor(options, *tensors):
-    return all(describable(x) for x in tensors) if options.tma is None else options.tma
+def _by_descriptor(wanted, *tensors):
+    return all(describable(x) for x in tensors) if wanted is None else wanted
 
 
 def _programs(options, q, config, rows):
@@ -151,31 +163,35 @@ def forward_with(
     o = torch.empty((num_sequences, *q.shape) if shared else q.shape, dtype=q.dtype, device=q.device)
     if o.numel() == 0:
         return o
+    rows = o.view(-1, num_heads, head_dim)
     offsets = kv_offsets if shared else q_offsets
-    pointers = (o, offsets, kv_offsets)
+    pointers = (offsets, kv_offsets)
     sizes = (*_strides(q, k, v, o), offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0], num_heads)
     kv_tiles = _resident_tiles(options, head_dim, q.dtype, max_kv_len) if schedule is None else 0
     if kv_tiles:
         resident = _resident_config(options, kv_tiles, head_dim, q.dtype)
         constants = _constants(q, activation, scale, options, resident)
         chunk = resident.chunk * resident.block_m
-        tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, chunk)
+        zigzag = options.schedule == "zigzag"
+        tiles, count, bound = _query_tiles(q_offsets, kv_offsets, q.shape[0], chunk, zigzag)
         order, grid = "list", (bound * num_heads,)
-        if options.schedule == "zigzag":
-            tiles, order = _by_work(tiles, count, bound, kv_offsets), "zigzag"
+        if zigzag:
+            order = "zigzag"
             held = 2 * kv_tiles * resident.block_n + resident.num_stages * resident.block_m
             grid = (_programs(options, q, resident, held),)
-        tma, queries = descriptors(_by_descriptor(options, q), resident.block_m, q)
+        tma, queries = descriptors(_by_descriptor(options.tma, q), resident.block_m, q)
+        own, out = descriptors(_by_descriptor(options.own_tma, rows), resident.block_m, rows)
         forward_resident_kernel[grid](
-            queries, k, v, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, TMA=tma, KV_TILES=kv_tiles,
-            CHUNK=chunk, ORDER=order, **constants,
+            queries, k, v, o, out, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, TMA=tma, OWN_TMA=own,
+            KV_TILES=kv_tiles, CHUNK=chunk, ORDER=order, **constants,
         )  # fmt: skip
         return o
 
-    tma = _by_descriptor(options, k, v)
+    tma = _by_descriptor(options.tma, k, v)
     config = options.fwd or default("fwd_tma" if tma else "fwd", head_dim, q.dtype)
     constants = _constants(q, activation, scale, options, config) | {"TMA": tma}
     _, keys, values = descriptors(tma, config.block_n, k, v)
+    own, queries, out = descriptors(_by_descriptor(options.own_tma, q, rows), config.block_m, q, rows)
     program_offsets = count = offsets
     per_sequence = 1
     if schedule is not None:
@@ -196,15 +212,15 @@ def forward_with(
         # more sequence's programs clear the rows past the last one.
         grid = (per_sequence * num_heads * (num_sequences + (not shared)),)
     else:
-        tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
+        zigzag = options.schedule == "zigzag"
+        tiles, count, bound = _query_tiles(q_offsets, kv_offsets, q.shape[0], config.block_m, zigzag)
         order, grid = "list", (bound * num_heads,)
-        if options.schedule == "zigzag":
-            tiles = _by_work(tiles, count, bound, kv_offsets)
+        if zigzag:
             held = config.block_m + 2 * config.num_stages * config.block_n
             order, grid = "zigzag", (_programs(options, q, config, held),)
     forward_kernel[grid](
-        q, keys, values, *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence, SHARED_Q=shared,
-        ORDER=order, **constants,
+        queries, keys, values, o, out, *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence,
+        SHARED_Q=shared, OWN_TMA=own, ORDER=order, **constants,
     )  # fmt: skip
     return o
 
@@ -230,7 +246,7 @@ def backward_with(
     offsets = kv_offsets if shared else q_offsets
     steps = (offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0])
     scheme = options.backward or "split"
-    tma = _by_descriptor(options, do, q, k, v)  # one answer for both kernels of the split
+    tma = _by_descriptor(options.tma, do, q, k, v)  # one answer for both kernels of the split
     if scheme == "owner":
         config = options.owner or default("owner", head_dim, q.dtype)
         single = max_kv_len is not None and max_kv_len <= config.block_n
@@ -246,20 +262,25 @@ def backward_with(
     else:
         if dq.numel() and only != "dkdv":
             config = options.dq or default("dq_tma" if tma else "dq", head_dim, q.dtype)
-            tiles, count, bound = _query_tiles(q, q_offsets, num_sequences, config.block_m)
+            tiles, count, bound = _query_tiles(q_offsets, kv_offsets, q.shape[0], config.block_m)
             _, keys, values = descriptors(tma, config.block_n, k, v)
+            own = not shared and _by_descriptor(options.own_tma, do, q, dq)
+            own, gradients, queries, out = descriptors(own, config.block_m, do, q, dq)
             dq_kernel[(bound * num_heads,)](
-                do, q, keys, values, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps,
-                num_heads, scale, SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
+                gradients, queries, keys, values, dq, out, offsets, kv_offsets, tiles, count,
+                *_strides(do, q, k, v, dq), *steps, num_heads, scale, SHARED_Q=shared, TMA=tma, OWN_TMA=own,
+                **_constants(q, activation, scale, options, config),
             )  # fmt: skip
         if dk.numel() and only != "dq":
             config = options.dkdv or default("dkdv_tma" if tma else "dkdv", head_dim, q.dtype)
             tiles, count, bound = tile_list(kv_offsets, k.shape[0], config.block_n)
             _, queries, gradients = descriptors(tma, config.block_m, q, do)
+            own = _by_descriptor(options.own_tma, k, v, dk, dv)
+            own, keys, values, *out = descriptors(own, config.block_n, k, v, dk, dv)
             dkdv_kernel[(bound * num_heads,)](
-                gradients, queries, k, v, dk, dv, offsets, kv_offsets, tiles, count,
+                gradients, queries, keys, values, dk, dv, *out, offsets, kv_offsets, tiles, count,
                 *_strides(do, q, k, v, dk, dv), *steps, k.shape[0], num_heads, scale,
-                SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
+                SHARED_Q=shared, TMA=tma, OWN_TMA=own, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
     if shared:
         dq = dq.view(num_sequences, *q.shape).sum(0).to(q.dtype)

@@ -205,6 +205,32 @@ def test_nothing_synchronises(schedule):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("schedule", ["valid", "zigzag"])
+def test_a_graph_reads_its_offsets_anew(schedule):
+    """Lists of tiles are kept for a batch, but not in a CUDA graph: its replays find other offsets at their address."""
+    x = make_inputs("gdpa", (300, 3, 0, 200), head_dim=64, dtype=BF16, device=DEVICE)
+    offsets, options = x.q_offsets.clone(), Options(schedule=schedule)
+    settings = {"activation": "gelu_tanh", "scale": 1.0}
+
+    def run(at):
+        o = triton_gdpa.forward_with(options, x.q, x.k, x.v, at, at, **settings)
+        return o, *triton_gdpa.backward_with(options, x.do, x.q, x.k, x.v, at, at, **settings)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(offsets)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = run(offsets)
+    other = torch.tensor([0, 1, 130, 400, 503], device=DEVICE, dtype=offsets.dtype)
+    offsets.copy_(other)
+    graph.replay()
+    for value, right in zip(found, run(other), strict=True):
+        assert torch.equal(value, right)
+
+
 def test_opcheck():
     from kernels.gdpa.function import gdpa_op
 

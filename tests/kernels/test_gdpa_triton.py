@@ -215,17 +215,17 @@ CHECKS = {
     "activations": lambda: activations(Options(**SMALL_OPTIONS)),
     "activations owner": lambda: activations(Options(backward="owner", **SMALL_OPTIONS)),
     "resident": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None), 16),
-    "resident by descriptors": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None, tma=True), 16),
+    "resident by descriptors": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None, tma=True, own_tma=True), 16),
     "lying hint": lambda: lying_hint(Options(**SMALL_OPTIONS, kv_resident=None), 16),
     "host schedule": lambda: host_schedule(Options(**SMALL_OPTIONS), 16),
     "neighbours": lambda: neighbours(Options(**SMALL_OPTIONS)),
     "neighbours owner": lambda: neighbours(Options(backward="owner", **SMALL_OPTIONS)),
     "company": lambda: company(Options(**SMALL_OPTIONS)),
     "company owner": lambda: company(Options(backward="owner", **SMALL_OPTIONS)),
-    "descriptors": lambda: patterns(Options(tma=True, **SMALL_OPTIONS), names=SHORT),
+    "descriptors": lambda: patterns(Options(tma=True, own_tma=True, **SMALL_OPTIONS), names=SHORT),
     "descriptors in a grid": lambda: patterns(Options(tma=True, schedule="grid"), names=("cross_short_keys",)),
     "descriptors, shared queries": lambda: activations(
-        Options(tma=True, **SMALL_OPTIONS), head_dim=16, kinds=("silu",)
+        Options(tma=True, own_tma=True, **SMALL_OPTIONS), head_dim=16, kinds=("silu",)
     ),
     "views": lambda: views(Options()),
     "last column": lambda: one_hot_last_column(Options()),
