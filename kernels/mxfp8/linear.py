@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..validation import strict_float32
 from . import hopper
 from .formats import Hadamard
-from .quantize import pad_dims, round_to_mx
+from .quantize import pad_dims, rotate, round_to_mx
 from .recipe import Recipe
 
 
@@ -53,7 +53,7 @@ def _mx_values(x: Tensor, operand: str, recipe: Recipe) -> Tensor:
     """float32 values of x [M, K] quantised along K, rotated along K if the recipe says so (both operands are)."""
     x = x.float()
     if recipe.hadamard is not None:
-        x = Hadamard(recipe.hadamard).rotate(pad_dims(x, (1,)))
+        x = rotate(pad_dims(x, (1,)), Hadamard(recipe.hadamard))
     return round_to_mx(
         x,
         (1,) if recipe.block == (1, 32) else (0, 1),

@@ -270,6 +270,8 @@ def round_to_mx(
     """
     dims = tuple(sorted(dim % x.dim() for dim in dims))
     shape = x.shape
+    if x.is_cuda and round_kernels() is not None and round_kernels().fits(values := x.float(), dims):
+        return round_kernels().round_values(values, dims, dtype=dtype, scale_mode=scale_mode, stochastic=stochastic)
     values = pad_dims(x.float(), dims)
     # torch's own generator: the counted numbers of `quantize` cost ten passes, and nothing here reads the bytes.
     uniform = torch.rand(values.shape, device=values.device) if stochastic else None
@@ -281,6 +283,23 @@ def round_to_mx(
     for dim in dims:
         rounded = rounded.narrow(dim, 0, shape[dim])
     return rounded
+
+
+def rotate(x: Tensor, hadamard: Hadamard, *, back: bool = False) -> Tensor:
+    """float32 x rotated by `hadamard` along its last axis (a multiple of 32), or back: one launch on a GPU."""
+    if x.is_cuda and round_kernels() is not None:
+        return round_kernels().rotated(x, hadamard, back=back)
+    return hadamard.rotate_back(x) if back else hadamard.rotate(x)
+
+
+@lru_cache(maxsize=1)
+def round_kernels():
+    """The module with the round trips' launches; None where there is no Triton."""
+    try:
+        from . import triton_round
+    except ImportError:
+        return None
+    return triton_round
 
 
 def _round(values: Tensor, dims, dtype, scale_mode, uniform) -> Tensor:
