@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels import mxfp8
+from kernels.mxfp8 import formats
 
 FORMATS = ("fp8", "mx4")
 BLOCK = 32
@@ -84,26 +86,35 @@ def unpack_fp8(packed: tuple) -> torch.Tensor:
 
 
 def pack_mx4(value: torch.Tensor) -> tuple:
-    """(codes uint8 [.., blocks, 16], exponents int8 [.., blocks], shape, dtype). NaN and inf make a block of NaN."""
+    """(codes uint8 [.., blocks, 16], exponents int8 [.., blocks, 1], shape, dtype). NaN and inf make a block of NaN."""
     rows = _blocks(value)
-    amax = rows.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(amax).exponent - 3  # amax / 2^exponent lies in [4, 8): the largest code is 6
-    exponent = exponent.clamp(-127, 126)
-    scaled = torch.ldexp(rows, -exponent)
-    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=value.device)
-    code = torch.bucketize(scaled.abs().contiguous(), edges).to(torch.uint8)
-    code |= (scaled < 0).to(torch.uint8) << 3
-    exponent = torch.where(amax.isfinite(), exponent, 127).to(torch.int8)
+    amax = rows.abs().amax(-1, keepdim=True).view(torch.int32)
+    exponent = (amax >> 23) - 129  # amax / 2^exponent lies in [4, 8): the largest code is 6
+    exponent = exponent.clamp_(-127, 126)
+    scaled = rows * formats.power_of_two(-exponent)
+    # Codes count in steps of the exponent's own size, which are half a unit up to 2; halves of a step go down.
+    binade = (scaled.view(torch.int32) & 0x7F800000).clamp_(min=127 << 23)
+    steps = scaled.abs().mul_(((255 << 23) - binade).view(torch.float32)).sub_(0.5).ceil_().to(torch.int32)
+    code = steps.add_(binade.sub_(127 << 23) >> 22).clamp_(0, 7)
+    code = code.add_((scaled < 0).to(torch.int32) << 3).to(torch.uint8)
+    exponent = torch.where(amax >> 23 == 255, 127, exponent).to(torch.int8)
     return code[..., ::2] | (code[..., 1::2] << 4), exponent, value.shape, value.dtype
 
 
 def unpack_mx4(packed: tuple) -> torch.Tensor:
     codes, exponent, shape, dtype = packed
-    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=codes.device)
-    rows = torch.stack((values[(codes & 15).long()], values[(codes >> 4).long()]), -1).flatten(-2)
-    rows = torch.ldexp(rows, exponent.int())
-    rows = torch.where(exponent == 127, torch.nan, rows)
+    pairs = _pairs_of_e2m1(str(codes.device)).index_select(0, codes.flatten().int())
+    factor = formats.power_of_two(exponent.int()).masked_fill_(exponent == 127, torch.nan)
+    rows = pairs.view(torch.float32).view(*codes.shape[:-1], BLOCK) * factor
     return rows.flatten(-2)[..., : shape[-1]].reshape(shape).to(dtype)
+
+
+@lru_cache(maxsize=8)
+def _pairs_of_e2m1(device: str) -> torch.Tensor:
+    """The two float32 values of each byte, side by side as one float64, so that one look-up finds both."""
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.float64).flatten()
 
 
 def _blocks(value: torch.Tensor) -> torch.Tensor:

@@ -19,14 +19,14 @@ kernel in that dtype multiplies.
 With `hadamard`, q, k, v and do are rotated along the head dimension (zero-padded to a multiple of 32). q k^T and do
 v^T do not change, and o, dq, dk, dv come out rotated and are rotated back. P and dS are never rotated.
 
-Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... and sequences with the same two
-padded lengths go through together. How far a sequence is padded depends on its own lengths alone, so its result does
+Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... (on a GPU 64, 256, 1024, ...) and
+sequences with the same two padded lengths go through together. How far a sequence is padded depends on its own lengths alone, so its result does
 not depend on the rest of the batch; with stochastic rounding (gradients) the random numbers do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -40,11 +40,13 @@ from ..rotary.api import Rotary, apply_rotary
 from ..validation import strict_float32
 from . import hopper_function
 from .formats import BLOCK, Hadamard
-from .quantize import round_to_mx
+from .quantize import rotate, round_to_mx
 from .recipe import Recipe
 
 SOFTMAX = "softmax"
 GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**27}  # most elements of one score matrix in memory (4 MiB, 512 MiB)
+# Smallest padded length and ratio of the next: a GPU has less to lose by padding than by the launches of more groups.
+LADDERS = {"cpu": (32, 2), "cuda": (64, 4)}
 
 
 def jagged_attention_mx(
@@ -132,6 +134,8 @@ def _run(q, k, v, q_offsets, kv_offsets, activation, scale, recipe, window=None,
     if shared:  # every sequence gets its own copy of the queries; autograd sums the copies' gradients
         batch, length = kv_offsets.shape[0] - 1, q.shape[0]
         q_offsets = torch.arange(batch + 1, dtype=kv_offsets.dtype, device=kv_offsets.device) * length
+        if kv_offsets.is_cuda and not torch.compiler.is_compiling() and jagged.has_values(kv_offsets):
+            jagged.remember(q_offsets, torch.arange(batch + 1, dtype=kv_offsets.dtype) * length)
         q = q.expand(batch, *q.shape).flatten(0, 1)
     jagged.check_offsets(q_offsets, "q_offsets", q.shape[0])
     jagged.check_offsets(kv_offsets, "kv_offsets", k.shape[0], batch=q_offsets.shape[0] - 1)
@@ -147,18 +151,25 @@ def _run(q, k, v, q_offsets, kv_offsets, activation, scale, recipe, window=None,
     return o.unflatten(0, (batch, length)) if shared else o
 
 
-class _Group(NamedTuple):
-    """Sequences of one padded size: packed rows of queries [n, Lq] and keys [n, Lk], validity masks of the same
-    shapes."""
+class _Rows(NamedTuple):
+    """One side of a group: the packed row of each padded place [n, L] (0 where there is none), whether there is one
+    [n, L], and the flat places with and without."""
 
-    q_rows: Tensor
-    k_rows: Tensor
-    q_valid: Tensor
-    k_valid: Tensor
+    packed: Tensor
+    valid: Tensor
+    full: Tensor
+    empty: Tensor
+
+
+class _Group(NamedTuple):
+    """Sequences of one padded size: rows of their queries and of their keys."""
+
+    queries: _Rows
+    keys: _Rows
 
     def pairs(self, window: int | None) -> Tensor:
         """bool [n, 1, Lq, Lk]: the pairs that exist and lie in the window."""
-        valid = self.q_valid[:, :, None] & self.k_valid[:, None, :]
+        valid = self.queries.valid[:, :, None] & self.keys.valid[:, None, :]
         if window is not None:
             i = torch.arange(valid.shape[1], device=valid.device)[:, None]
             j = torch.arange(valid.shape[2], device=valid.device)[None, :]
@@ -166,10 +177,10 @@ class _Group(NamedTuple):
         return valid[:, None]
 
 
-def _padded(lengths: Tensor) -> Tensor:
-    """32, 64, 128, ...: the least that holds each length > 0."""
-    blocks = (lengths + BLOCK - 1) // BLOCK
-    return BLOCK * 2 ** torch.ceil(torch.log2(blocks.double())).long()
+def _padded(lengths: Tensor, first: int, growth: int) -> Tensor:
+    """first, first * growth, first * growth^2, ...: the least that holds each length > 0. growth: a power of two."""
+    steps = torch.log2((lengths.double() / first).clamp(min=1.0)) / (growth.bit_length() - 1)
+    return first * growth ** torch.ceil(steps).long()
 
 
 def _block_offsets(offsets: Tensor, block_size: int) -> Tensor:
@@ -181,30 +192,48 @@ def _block_offsets(offsets: Tensor, block_size: int) -> Tensor:
     return torch.cat([starts[:-1].repeat_interleave(counts) + within * block_size, starts[-1:]])
 
 
-def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int, block_size: int | None) -> Iterator[_Group]:
-    """All sequences (or blocks) with a query and a key, in groups of equal padded lengths and bounded memory."""
+def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int, block_size: int | None) -> tuple[_Group, ...]:
+    """All sequences (or blocks) with a query and a key, in groups of equal padded lengths and bounded memory.
+
+    Made from the offsets' values on the host, and kept: layers of one model and their backward passes ask for the same.
+    """
+    host = (jagged.host_offsets(offsets).long() for offsets in (q_offsets, kv_offsets))
+    content = tuple(tuple(offsets.tolist()) for offsets in host)
+    return _groups_of(*content, heads, block_size, q_offsets.device)
+
+
+@lru_cache(maxsize=16)
+def _groups_of(q_offsets: tuple, kv_offsets: tuple, heads: int, block_size: int | None, device) -> tuple[_Group, ...]:
+    q_starts, k_starts = torch.tensor(q_offsets), torch.tensor(kv_offsets)
     if block_size is not None:
-        q_offsets = kv_offsets = _block_offsets(q_offsets, block_size)
-    budget = GROUP_ELEMENTS.get(q_offsets.device.type, GROUP_ELEMENTS["cuda"])
-    q_starts, k_starts = q_offsets.long(), kv_offsets.long()
-    q_lengths, k_lengths = q_starts.diff().cpu(), k_starts.diff().cpu()
+        q_starts = k_starts = _block_offsets(q_starts, block_size)
+    budget = GROUP_ELEMENTS.get(device.type, GROUP_ELEMENTS["cuda"])
+    ladder = LADDERS.get(device.type, LADDERS["cuda"])
+    q_lengths, k_lengths = q_starts.diff(), k_starts.diff()
     used = ((q_lengths > 0) & (k_lengths > 0)).nonzero().flatten()
-    sizes = torch.stack([_padded(q_lengths[used]), _padded(k_lengths[used])], 1)
+    sizes = torch.stack([_padded(q_lengths[used], *ladder), _padded(k_lengths[used], *ladder)], 1)
+    groups = []
     for q_size, k_size in sizes.unique(dim=0).tolist():
         members = used[(sizes == torch.tensor([q_size, k_size])).all(1)]
         for chunk in members.split(max(1, budget // (heads * q_size * k_size))):
-            q_rows, q_valid = _rows(q_starts, q_lengths, chunk, q_size)
-            k_rows, k_valid = _rows(k_starts, k_lengths, chunk, k_size)
-            yield _Group(q_rows, k_rows, q_valid, k_valid)
+            sides = ((q_starts, q_lengths, q_size), (k_starts, k_lengths, k_size))
+            groups.append(_Group(*(_rows(*side[:2], chunk, side[2], device) for side in sides)))
+    return tuple(groups)
 
 
-def _rows(starts: Tensor, lengths: Tensor, chunk: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Packed row of each padded place (0 where there is none) and whether there is one, [n, size], on starts'
-    device."""
-    device = starts.device
-    place = torch.arange(size, device=device)
-    valid = place < lengths[chunk].to(device)[:, None]
-    return (starts[chunk.to(device)][:, None] + place).masked_fill(~valid, 0), valid
+def _rows(starts: Tensor, lengths: Tensor, chunk: Tensor, size: int, device) -> _Rows:
+    """Rows of the sequences `chunk`, padded to `size`: found on the host, kept on `device`."""
+    place = torch.arange(size)
+    valid = place < lengths[chunk][:, None]
+    packed = (starts[chunk][:, None] + place).masked_fill(~valid, 0)
+    places = valid.flatten().nonzero().flatten(), (~valid).flatten().nonzero().flatten()
+    return _Rows(*(item.to(device) for item in (packed, valid, *places)))
+
+
+def _zero_outside(x: Tensor, pairs: Tensor) -> Tensor:
+    """float32 x, in place, 0 where `pairs` says no, whatever x holds there. On bits: a CPU's masked_fill is slow."""
+    x.view(torch.int32).bitwise_and_(-pairs.to(torch.int32))
+    return x
 
 
 class _Operands:
@@ -215,18 +244,20 @@ class _Operands:
         self.rotation = None if recipe.hadamard is None else Hadamard(recipe.hadamard)
         self.cache: dict[str, Tensor] = {}
 
-    def gather(self, x: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
+    def gather(self, x: Tensor, rows: _Rows) -> Tensor:
         """Packed x [T, H, D] -> float32 [n, H, L, D or more], zeros in the padding, rotated if the recipe says so."""
-        padded = x[rows].float().masked_fill(~valid[:, :, None, None], 0.0).transpose(1, 2)
+        padded = x.index_select(0, rows.packed.flatten()).float().index_fill_(0, rows.empty, 0.0)
+        padded = padded.unflatten(0, rows.packed.shape).transpose(1, 2)
         if self.rotation is None:
             return padded
-        return self.rotation.rotate(F.pad(padded, (0, -self.head_dim % BLOCK)))
+        return rotate(F.pad(padded, (0, -self.head_dim % BLOCK)), self.rotation)
 
-    def scatter(self, out: Tensor, values: Tensor, rows: Tensor, valid: Tensor) -> None:
+    def scatter(self, out: Tensor, values: Tensor, rows: _Rows) -> None:
         """Write values [n, H, L, D or more] to their packed rows of out [T, H, D]."""
         if self.rotation is not None:
-            values = self.rotation.rotate_back(values)[..., : self.head_dim]
-        out[rows[valid]] = values.transpose(1, 2)[valid].to(out.dtype)
+            values = rotate(values, self.rotation, back=True)[..., : self.head_dim]
+        places = rows.packed.flatten()[rows.full]
+        out.index_copy_(0, places, values.transpose(1, 2).flatten(0, 1).index_select(0, rows.full).to(out.dtype))
 
     def along(self, x: Tensor, name: str, dim: int) -> Tensor:
         """Values of x [n, H, rows, columns] as the GEMM over axis `dim` (-1 or -2) sees operand `name`, float32."""
@@ -254,20 +285,21 @@ def _forward(q, k, v, q_offsets, kv_offsets, scale, window, block_size, activati
     lse = torch.full((q.shape[1], q.shape[0]), float("inf"), dtype=torch.float32, device=q.device)
     for group in _groups(q_offsets, kv_offsets, q.shape[1], block_size):
         use = _Operands(recipe, q.dtype, q.shape[2])
-        queries = use.gather(q, group.q_rows, group.q_valid)
-        keys = use.gather(k, group.k_rows, group.k_valid)
-        values = use.gather(v, group.k_rows, group.k_valid)
-        scores = scale * (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT)
+        queries = use.gather(q, group.queries)
+        keys = use.gather(k, group.keys)
+        values = use.gather(v, group.keys)
+        scores = (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT).mul_(scale)
         pairs = group.pairs(window)
         if activation == SOFTMAX:
             top = scores.masked_fill(~pairs, float("-inf")).amax(-1, keepdim=True)
-            p = torch.exp(scores - top).masked_fill(~pairs, 0.0)
+            p = _zero_outside(scores.sub_(top).exp_(), pairs)
             total = p.sum(-1, keepdim=True)
             row_lse = (top + total.log()).squeeze(-1)
-            lse[:, group.q_rows[group.q_valid]] = row_lse.transpose(1, 2)[group.q_valid].T
+            places = group.queries.packed.flatten()[group.queries.full]
+            lse[:, places] = row_lse.transpose(1, 2).flatten(0, 1).index_select(0, group.queries.full).T
         else:
             p, total = activations.masked_value(activation, scores, pairs), 1.0
-        use.scatter(o, use.along(p, "p", -1) @ use.along(values, "v", -2) / total, group.q_rows, group.q_valid)
+        use.scatter(o, use.along(p, "p", -1) @ use.along(values, "v", -2) / total, group.queries)
     return o, lse
 
 
@@ -276,27 +308,27 @@ def _backward(do, q, k, v, o, lse, q_offsets, kv_offsets, scale, window, block_s
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for group in _groups(q_offsets, kv_offsets, q.shape[1], block_size):
         use = _Operands(recipe, q.dtype, q.shape[2])
-        queries = use.gather(q, group.q_rows, group.q_valid)
-        keys = use.gather(k, group.k_rows, group.k_valid)
-        values = use.gather(v, group.k_rows, group.k_valid)
-        grads = use.gather(do, group.q_rows, group.q_valid)
+        queries = use.gather(q, group.queries)
+        keys = use.gather(k, group.keys)
+        values = use.gather(v, group.keys)
+        grads = use.gather(do, group.queries)
         pairs = group.pairs(window)
-        scores = scale * (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT)
+        scores = (use.along(queries, "q", -1) @ use.along(keys, "k", -1).mT).mul_(scale)
         dp = use.along(grads, "do", -1) @ use.along(values, "v", -1).mT
         if activation == SOFTMAX:
-            row_lse = lse[:, group.q_rows].transpose(0, 1).unsqueeze(-1)
-            p = torch.exp(scores - row_lse).masked_fill(~pairs, 0.0)
-            delta = (grads * use.gather(o, group.q_rows, group.q_valid)).sum(-1, keepdim=True)
-            ds = p * (dp - delta)
+            row_lse = lse[:, group.queries.packed].transpose(0, 1).unsqueeze(-1)
+            p = _zero_outside(scores.sub_(row_lse).exp_(), pairs)
+            delta = (grads * use.gather(o, group.queries)).sum(-1, keepdim=True)
+            ds = dp.sub_(delta).mul_(p)
         else:
             p = activations.masked_value(activation, scores, pairs)
             ds = activations.masked_pullback(activation, dp, scores, pairs)
         d_values = use.along(p, "p", -2).mT @ use.along(grads, "do", -2)
         d_queries = scale * (use.along(ds, "ds", -1) @ use.along(keys, "k", -2))
         d_keys = scale * (use.along(ds, "ds", -2).mT @ use.along(queries, "q", -2))
-        use.scatter(dq, d_queries, group.q_rows, group.q_valid)
-        use.scatter(dk, d_keys, group.k_rows, group.k_valid)
-        use.scatter(dv, d_values, group.k_rows, group.k_valid)
+        use.scatter(dq, d_queries, group.queries)
+        use.scatter(dk, d_keys, group.keys)
+        use.scatter(dv, d_values, group.keys)
     return dq, dk, dv
 
 

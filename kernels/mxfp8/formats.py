@@ -110,7 +110,19 @@ def encode(x: Tensor, codes: Tensor, dtype: torch.dtype, uniform: Tensor | None 
 
 def decode(data: Tensor, codes: Tensor) -> Tensor:
     """float32 values of elements under scale codes broadcast to them; NaN under code 255."""
-    return data.float() * scale_factors(codes, up=True)
+    return element_values(data) * scale_factors(codes, up=True)
+
+
+def element_values(data: Tensor) -> Tensor:
+    """float32 values of elements; looked up on a CPU, where torch converts them one by one."""
+    if data.device.type != "cpu":
+        return data.float()
+    return _values(data.dtype).index_select(0, data.view(torch.uint8).flatten().int()).view(data.shape)
+
+
+@lru_cache(maxsize=2)
+def _values(dtype: torch.dtype) -> Tensor:
+    return torch.arange(256).to(torch.uint8).view(dtype).float()
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ def blocks_plainly(
 
 def scale_values(codes: Tensor) -> Tensor:
     """float32 2^(code - 127) of E8M0 codes; NaN for 255."""
-    return formats.decode(torch.ones_like(codes, dtype=torch.float32), codes)
+    return formats.scale_factors(codes, up=True)
 
 
 def _quantize(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .formats import BLOCK, Hadamard
+from .triton_kernels import _larger as larger
 from .triton_kernels import (
     butterfly,
     inverse_scale,
@@ -24,7 +25,6 @@ from .triton_kernels import (
     top_bits,
     uniform,
 )
-from .triton_kernels import _larger as larger
 
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 ROTATED_ROWS = 64  # groups of 32 a program
