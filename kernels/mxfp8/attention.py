@@ -20,8 +20,9 @@ With `hadamard`, q, k, v and do are rotated along the head dimension (zero-padde
 v^T do not change, and o, dq, dk, dv come out rotated and are rotated back. P and dS are never rotated.
 
 Vectorised over sequences of similar length: lengths are padded to 32, 64, 128, ... (on a GPU 64, 256, 1024, ...) and
-sequences with the same two padded lengths go through together. How far a sequence is padded depends on its own lengths alone, so its result does
-not depend on the rest of the batch; with stochastic rounding (gradients) the random numbers do.
+sequences with the same two padded lengths go through together. How far a sequence is padded depends on its own lengths
+alone, so its result does not depend on the rest of the batch; with stochastic rounding (gradients) the random numbers
+do.
 """
 
 from __future__ import annotations
