@@ -11,6 +11,7 @@ choosing defaults; recorded numbers come from gem.bench.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import sys
 import time
@@ -88,28 +89,30 @@ def _time(label, run, amount, unit):
 
 
 def gdpa(phase, shapes, activation="gelu_tanh"):
-    """One phase of GDPA, every candidate. The backward kernels are timed alone, the other one being the default."""
+    """One phase of GDPA, every candidate; by descriptors with and without those for what a program holds.
+
+    The backward kernels are timed alone, the other one being the default.
+    """
+    kind = "resident" if phase.startswith("fwd_resident") else phase.removesuffix("_tma")
+    tma = kind == "resident" or phase != kind
     for shape in shapes:
         arguments, do, flops, hints = _gdpa_inputs(shape)
         settings = dict(activation=activation, scale=1.0, **hints)
-        for config in triton_gdpa.candidates(phase, HEAD_DIM):
-            label = f"gdpa {phase} {shape} {activation} {config}"
+        for config, own in itertools.product(
+            triton_gdpa.candidates(phase, HEAD_DIM), (False, True) if tma else (False,)
+        ):
+            options = Options(**{kind: config}, kv_resident=kind == "resident", tma=tma, own_tma=own)
+            label = f"gdpa {phase} {shape} {activation} {config}" + " own" * own
             if phase.startswith("fwd"):
-                for schedule in ("valid", "zigzag"):
-                    resident = phase.startswith("fwd_resident")
-                    own = {"resident" if resident else "fwd": config, "kv_resident": resident, "schedule": schedule}
-                    own["tma"] = resident or phase.endswith("_tma")
-                    run = partial(triton_gdpa.forward_with, Options(**own), *arguments, **settings)
-                    _time(f"{label} {schedule}", run, flops, "TFLOP/s")
+                run = partial(triton_gdpa.forward_with, options, *arguments, **settings)
+                _time(label, run, flops, "TFLOP/s")
             elif phase == "owner":
                 options = Options(owner=config, backward="owner")
                 run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings)
                 _time(label, run, 2.5 * flops, "TFLOP/s")
             else:
-                part = phase.removesuffix("_tma")
-                options = Options(**{part: config}, backward="split", tma=phase != part)
-                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings, only=part)
-                done = 3 if part == "dq" else 4
+                run = partial(triton_gdpa.backward_with, options, do, *arguments, **settings, only=kind)
+                done = 3 if kind == "dq" else 4
                 _time(label + f" ({done} GEMMs done)", run, done / 2 * flops, "TFLOP/s")
 
 
