@@ -323,6 +323,11 @@ def larger_world(rank, folder, out: Path, wanted: dict, hidden: dict) -> dict:
         # which FBGEMM's CPU backward fails
         again = {"steps": 6, "checkpoint_every": 2, "resume": True, "options": sharded, "generation": "v1"}
         found["resumed_sharded"] = trains(rank, folder, out / "again", Mesh(n, n), **again)
+        five = Mesh(n, n // 2, 2, 2, model_parallel=n // 2)
+        found["five"] = {
+            generation: follows(rank, folder, wanted, five, options=sharded, generation=generation)
+            for generation in ("v2", "v3")
+        }
     return found
 
 

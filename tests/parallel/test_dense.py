@@ -78,6 +78,17 @@ def test_four_ranks_follow_one_process(four, name):
         assert four[0][name]["scores"]["ne_ctr"] == pytest.approx(four[0]["fsdp"]["scores"]["ne_ctr"], rel=1e-6)
 
 
+def test_all_five_dimensions_at_once(four):
+    """Shards, replicas, experts, and tables in groups with copies, whole (V2) or split (V3). Forward and gradients are
+    those of one process; a copy's Adagrad sees its own group's gradients, so that its steps are near, not equal, and
+    those of V2 and V3 the same."""
+    for found in four:
+        for generation, result in found["five"].items():
+            assert result["grads"][0] < 2e-5 and result["loss"][0] < 2e-3, generation
+        assert found["five"]["v2"]["loss"] == found["five"]["v3"]["loss"]
+        assert found["five"]["v2"]["scores"] == pytest.approx(found["five"]["v3"]["scores"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_eight_ranks_follow_one_process(folder, out, wanted, two):
     copy = checkpoints(out, "eight")
