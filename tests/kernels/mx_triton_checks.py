@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels import mxfp8
-from kernels.mxfp8 import formats, hopper, hopper_attention, triton_quantize
+from kernels.mxfp8 import formats, hopper, hopper_attention, triton_quantize, triton_round
 from tests.kernels import mx_oracle
 from tests.kernels.triton_interpreted import main
 
@@ -183,6 +183,42 @@ def check_norm_quantize():
         # Sums in another order: an element next to a tie may round the other way.
         steps = (got.data.view(torch.uint8).int() - want.data.view(torch.uint8).int()).abs()
         assert int(steps.max()) <= 1 and float((steps > 0).float().mean()) < 1e-3
+
+
+def check_round_trips_of_emulation():
+    """Values of `round_to_mx`, of matrices, stacks and transposes, along either axis and in squares; partial blocks."""
+    dims = ((-1,), (-2,), (-2, -1))
+    cases = zip(((34, 40), (2, 33, 9), (2, 1, 9, 34)), dims, formats.SCALE_MODES, strict=True)
+    for (shape, dims, mode), dtype in zip(cases, itertools.cycle(DTYPES), strict=False):
+        x = awkward(*shape)
+        x.view(-1)[-1] = float("inf")
+        for y in (x, x.transpose(0, -1)):
+            where = tuple(sorted(dim % y.dim() for dim in dims))
+            assert triton_round.fits(y, where)
+            got = triton_round.round_values(y, where, dtype=dtype, scale_mode=mode, stochastic=False)
+            want = quantize.round_to_mx(y, dims, dtype=dtype, scale_mode=mode)
+            assert torch.equal(got.nan_to_num(1.5), want.nan_to_num(1.5)), (shape, dims, mode)
+            assert torch.equal(got.isnan(), want.isnan()) and bool(want.isnan().any())
+
+
+def check_stochastic_round_trip():
+    """Neighbours of the format alone, the mean is the number, and one torch seed gives one result."""
+    x = torch.full((64, 32), 0.3)
+    x[:, 0] = 1.0
+    options = {"dtype": torch.float8_e4m3fn, "scale_mode": "rceil", "stochastic": True}
+    torch.manual_seed(5)
+    got = triton_round.round_values(x, (1,), **options)
+    assert set(got[:, 1:].unique().tolist()) == {0.28125, 0.3125}
+    assert abs(float(got[:, 1:].mean()) - 0.3) < 0.002
+    torch.manual_seed(5)
+    assert torch.equal(triton_round.round_values(x, (1,), **options), got)
+
+
+def check_rotations_of_emulation():
+    """Those of `formats.Hadamard` to the last bit, there and back."""
+    x, hadamard = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)), formats.Hadamard(3)
+    assert torch.equal(triton_round.rotated(x, hadamard), hadamard.rotate(x))
+    assert torch.equal(triton_round.rotated(x, hadamard, back=True), hadamard.rotate_back(x))
 
 
 CHECKS = {name.removeprefix("check_"): value for name, value in list(globals().items()) if name.startswith("check_")}
