@@ -10,10 +10,8 @@ import torch
 
 from gem import evaluate, hardware, metrics
 from gem.config import Config
+from gem.digest import NOT_TRAINING
 
-_OTHERS = (
-    "ablation checks claims cli digest expected job progress provenance readme record record_store workflow".split()
-)
 # metric of config/metrics.tsv -> phase
 SEED_METRICS = {
     "ne_ctr": "eval",
@@ -32,7 +30,7 @@ MODEL_METRICS = {"flops_per_sample": "model", "train_flops": "model", "peak_mem_
 # what decides the numbers: the modules that training imports
 SOURCES = (
     "kernels",
-    *(f"gem/{path.name}" for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem not in _OTHERS),
+    *(f"gem/{path.name}" for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem not in NOT_TRAINING),
 )
 
 

@@ -20,7 +20,7 @@ import jsonschema
 import yaml
 
 from gem import checks
-from gem.digest import ROOT, source_digest
+from gem.digest import NOT_TRAINING, ROOT, source_digest
 
 SHEETS = {  # sheet -> its id column
     "variants": "variant",
@@ -30,10 +30,6 @@ SHEETS = {  # sheet -> its id column
     "metrics": "metric",
     "experiments": "job",
 }
-# Modules of gem/ whose code cannot change what training computes.
-_NOT_TRAINING = (
-    "ablation checks claims cli digest expected job progress provenance readme record record_store workflow".split()
-)
 
 
 @dataclass(frozen=True)
@@ -404,7 +400,7 @@ def sources(kind: str) -> str:
     not.
     """
     if kind == "training":
-        modules = sorted(path.name for path in (ROOT / "gem").glob("*.py") if path.stem not in _NOT_TRAINING)
+        modules = sorted(path.name for path in (ROOT / "gem").glob("*.py") if path.stem not in NOT_TRAINING)
         return source_digest("kernels", *(f"gem/{name}" for name in modules))
     if kind == "generator":
         others = ("import_log", "validate", "cli")

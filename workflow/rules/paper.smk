@@ -33,6 +33,35 @@ rule judge_claims:
         " --output {output} > {log} 2>&1"
 
 
+# The shipped records, the claims and the report made of them, and their checksums: the same bytes everywhere.
+rule pack:
+    input:
+        RUN.shipped_files(),
+        "results/frozen/claims/claims.csv",
+        "results/frozen/paper/report.pdf",
+    output:
+        "results/frozen/archive.tar",
+    log:
+        "results/frozen/logs/archive.log",
+    benchmark:
+        "results/frozen/logs/archive.benchmark.jsonl"
+    localrule: True
+    conda:
+        "../../envs/environment.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=1000,
+        runtime=5,
+    params:
+        sources=plan.sources("gem/archive.py"),
+        shipped=plan.shipped_digest(),
+    message:
+        "Packing the shipped records with their report"
+    shell:
+        "(python -m gem.archive --output {output} && python -m gem.archive --check {output} --against .) > {log} 2>&1"
+
+
 rule typeset:
     input:
         RUN.all_records,

@@ -10,6 +10,7 @@ localrules:
     claims,
     paper,
     frozen,
+    archive,
 
 
 rule data:
@@ -60,3 +61,8 @@ rule paper:
 rule frozen:
     input:
         RUN.frozen_files(),
+
+
+rule archive:
+    input:
+        "results/frozen/archive.tar",
