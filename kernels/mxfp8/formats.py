@@ -227,7 +227,8 @@ def _butterfly(x: Tensor, signs: Tensor | None = None) -> Tensor:
     """x [..., 32], times `signs` [32], times the normalised Walsh-Hadamard matrix (Sylvester's order)."""
     # The axis comes first, so that every sum is one of long rows; where it lies so in memory, nothing is moved.
     front = x.movedim(-1, 0)
-    here = front.contiguous() if x.stride(-1) == 1 else front
+    moved = x.stride(-1) == 1
+    here = front.contiguous() if moved else front
     here = here * (1.0 if signs is None else signs.view(-1, *[1] * (x.dim() - 1)))
     there = torch.empty_like(here)
     for width in (1, 2, 4, 8, 16):
@@ -237,7 +238,8 @@ def _butterfly(x: Tensor, signs: Tensor | None = None) -> Tensor:
         torch.add(a, b, out=total)
         torch.sub(a, b, out=difference)
         here, there = there, here
-    return here.mul_(BLOCK**-0.5).movedim(0, -1)
+    out = here.mul_(BLOCK**-0.5).movedim(0, -1)
+    return out.contiguous() if moved else out
 
 
 @lru_cache(maxsize=64)
