@@ -112,10 +112,16 @@ PRESETS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-# Sizes around preset quality, for NE against training FLOPs alone: half and twice its width, a layer less and one more.
+# Sizes around preset quality, for NE against training FLOPs alone: a quarter, half and twice its width, and fewer or
+# more layers. Heads stay at 64 or 128, which is what every kernel has.
 SIZES: dict[str, ModelConfig] = {
+    "quality_quarter": ModelConfig(
+        width=32, num_layers=1, events=(EventSize(64, 1, 1, 64), EventSize(64, 1, 1, 64), EventSize(64, 1, 1, 32)),
+        num_tokens=4, num_summary=4, num_kv=16, num_seeds=4, num_hsp_seeds=8, kron_rank=2, num_experts=2,
+        expert_rank=4, expert_hidden=64, head_hidden=32, dense_hidden=32, table_dim=16,
+    ),
     "quality_half": ModelConfig(
-        width=64, num_layers=2, events=(EventSize(64, 1, 2, 64), EventSize(32, 1, 1, 64), EventSize(32, 1, 1, 32)),
+        width=64, num_layers=2, events=(EventSize(64, 1, 2, 64), EventSize(64, 1, 1, 64), EventSize(64, 1, 1, 32)),
         num_tokens=8, num_summary=4, num_kv=32, num_seeds=4, num_hsp_seeds=16, kron_rank=2, num_experts=2,
         expert_rank=8, expert_hidden=256, head_hidden=64, dense_hidden=64, table_dim=32,
     ),

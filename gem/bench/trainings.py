@@ -8,8 +8,8 @@ one difference: throughput, step time and MFU are left out of the records, since
 
 --jobs are globs over names (train-<variant>, quality-<weight>-<variant>, quality-size_<preset>-<variant>,
 quality-hopper-<variant>), in the order in which they are wanted. Jobs that have a receipt are skipped unless --again.
-No process begins after --limit-s less what the slowest one took, and those still running then are ended; a job of which
-some seeds were done is recorded with these and left without a receipt.
+Nothing begins that would not end within --limit-s as seeds went so far, and what still runs then is ended; a job of
+which some seeds were done is recorded with these and left without a receipt.
 
 Exit status: 0 all done; 1 a job failed (named; the others run) or bad arguments; 3 stopped by the limit.
 """
@@ -19,10 +19,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from multiprocessing.connection import wait
@@ -121,7 +123,8 @@ class Farm:
         self.work, self.target, self.seeds, self.say, self.clock = work, target, seeds, say, clock
         self.context = multiprocessing.get_context(start)
         self.slots = dict.fromkeys(gpus, processes)
-        self.began, self.limit_s, self.longest = clock(), limit_s, 0.0
+        self.began, self.limit_s = clock(), limit_s
+        self.seconds: dict[str, list[float]] = {}  # job -> of its seeds
         self.running: dict = {}  # process sentinel -> (process, work, seed or None, gpu, start)
 
     def run(self) -> bool:
@@ -148,9 +151,15 @@ class Farm:
         for item in self.work:
             if not item.todo and not item.running and not item.recorded and not item.failed:
                 return item, None
-        if self.clock() - self.began + self.longest > self.limit_s:
-            return None
-        return next(((item, item.todo[0]) for item in self.work if item.todo and not item.failed), None)
+        left = self.began + self.limit_s - self.clock()
+        waiting = (item for item in self.work if item.todo and not item.failed)
+        return next(((item, item.todo[0]) for item in waiting if self._expected(item) <= left), None)
+
+    def _expected(self, item: Work) -> float:
+        """Seconds of a seed: the job's slowest so far, else the median of all jobs' seeds, 0 before the first."""
+        own = self.seconds.get(item.job.name)
+        every = [value for values in self.seconds.values() for value in values]
+        return max(own) if own else statistics.median(every) if every else 0.0
 
     def _start(self, item: Work, seed: int | None, gpu: str) -> None:
         if seed is None:
@@ -178,7 +187,7 @@ class Farm:
             return
         if seed is not None:
             item.done.append(seed)
-            self.longest = max(self.longest, seconds)
+            self.seconds.setdefault(item.job.name, []).append(seconds)
         self.say(f"{self.clock() - self.began:6.1f} s  {item.job.name}: {what} in {seconds:.1f} s")
 
     def _stop(self) -> None:
@@ -219,6 +228,14 @@ def read_data(folder: str):
     return _data[folder]
 
 
+def read_all(folders: Iterable[str]) -> None:
+    """The data of all folders, side by side."""
+    from gem import train  # noqa: F401  once, before threads want it
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(read_data, folders))
+
+
 def train_here(name: str, folder: str, argv: list[str], gpu: str, logs: str) -> None:
     """Body of a process: gem.train with these arguments on this GPU, its output in a log of the job."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": gpu, "GEM_JOB": name, "GEM_RESUME": "0"}
@@ -229,8 +246,11 @@ def train_here(name: str, folder: str, argv: list[str], gpu: str, logs: str) -> 
         os.dup2(file.fileno(), 2)
     print(f"$ python -m gem.train {shlex.join(argv)}", flush=True)
     try:
+        import torch
+
         from gem import train
 
+        torch.cuda._cached_device_count = None  # what the parent counted was more than this process may see
         code = train.main(argv, read_data(folder))
     except BaseException:
         traceback.print_exc()
@@ -308,8 +328,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("no NVIDIA GPU is visible here; use --tier smoke on a CPU")
         make_data(settings, [job.dataset for job in picked])
         if args.start == "fork":
-            for name in dict.fromkeys(job.dataset for job in picked):
-                read_data(settings.data_folder(name))
+            read_all({settings.data_folder(job.dataset) for job in picked})
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
