@@ -23,6 +23,12 @@ SCALES = ("fine", "tile")
 SOFTMAX_SHIFT = 8  # P is stored times 2^8
 
 
+def scales_for(activation: str) -> str:
+    """The scales in use: "tile" for softmax, whose loop they shorten by a fifth; "fine" for GDPA, whose kernel has no
+    registers for a running v scale and would spill (TUNING.md)."""
+    return "tile" if activation == "softmax" else "fine"
+
+
 class Operands(NamedTuple):
     """q, k [T, H, D] float8, q_scale [H, Tq] float32, v [H D, T'] float8. T' is the padded axis: ceil(length / 128)
     tiles a sequence, and room behind that is never read. Scales "fine": k_scale [H, T'], v_scale [T' / 128, H, D]

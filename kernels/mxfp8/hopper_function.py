@@ -72,7 +72,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     if activation == SOFTMAX and scale < 0:  # the maximum of scaled scores is the scaled maximum for a positive scale
         q, scale = -q, -scale
-    operands = hopper_attention.quantize(q, k, v, kv_offsets)
+    operands = hopper_attention.quantize(q, k, v, kv_offsets, scales=hopper_attention.scales_for(activation))
     keywords = {"activation": activation, "scale": scale, "dtype": q.dtype}
     if not q.is_cuda:
         return hopper_attention.forward_plainly(operands, q_offsets, kv_offsets, **keywords)
