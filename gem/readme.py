@@ -1,10 +1,12 @@
-"""The generated parts of README.md, between markers: the verdict line and the table of claims.
+"""The generated parts of README.md, between markers: the verdict line, the table of claims, times and disk of a run.
 
     python -m gem.readme                           from the shipped records (data/measured)
     python -m gem.readme --claims results/gpu/claims/claims.csv --records results/gpu/records
+    python -m gem.readme --stages results/smoke    and time, memory and disk by stage from that run's benchmark files
     python -m gem.readme --check                   exit code 1 when README.md says something else
 
-Markers are HTML comments, `<!-- verdict:begin -->` and `<!-- verdict:end -->`, and the same with `claims`.
+Markers are HTML comments, `<!-- verdict:begin -->` and `<!-- verdict:end -->`, and the same with `claims` and
+`stages`. Benchmark files are not shipped, so that part stays what it is until --stages names a run.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gem import claims, record
+from gem import claims, record, stages
 from gem.cli import Parser
 from gem.digest import ROOT
 from gem.workflow import read_sheet
@@ -125,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--claims", type=Path, help="a claims.csv (default: judge the shipped records)")
     parser.add_argument("--records", type=Path, help="records behind --claims, for the device and the commit")
+    parser.add_argument("--stages", type=Path, metavar="DIR", help="a finished run, for time and disk by stage")
     parser.add_argument("--measured", type=Path, default=ROOT / "data" / "measured", help="shipped records")
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit code 1 when README.md is out of date"
@@ -139,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs = json.loads((args.records / "runs.json").read_text(encoding="utf-8"))
         old = args.readme.read_text(encoding="utf-8")
         new = generate(old, rows, runs)
+        if args.stages:
+            new = replace(new, "stages", stages.markdown(args.stages))
         if args.check and new != old:
             raise ValueError(f"{args.readme.name}: verdict line or claims differ; allowed: after python -m gem.readme")
         if not args.check:

@@ -19,6 +19,7 @@ from pathlib import Path
 from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first
 from gem.cli import Parser
 from gem.readme import range_text, reason, with_unit
+from gem.stages import sizes, stages
 from paper import step_summaries, summaries
 
 VERDICTS = {  # verdict -> how a reader says it
@@ -255,34 +256,6 @@ def published_tables(folder: Path) -> dict[str, dict]:
         header, rows = read_table(path)
         found[path.stem] = {"header": header, "rows": rows}
     return found
-
-
-def stages(logs: Path) -> list[dict]:
-    """Wall time and memory by stage from the benchmark files of the jobs that ran here."""
-    found: dict[str, dict] = {}
-    for path in sorted(logs.rglob("*.benchmark.jsonl")):
-        stage = path.parent.name if path.parent != logs else path.name.split(".")[0]
-        for line in path.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            row = found.setdefault(stage, {"stage": stage, "jobs": 0, "seconds": 0.0, "rss": 0.0})
-            row["jobs"] += 1
-            row["seconds"] += float(values.get("s") or 0)
-            memory = values.get("max_rss")
-            row["rss"] = max(row["rss"], float(memory) if str(memory).replace(".", "", 1).isdigit() else 0.0)
-    rows = []
-    for row in sorted(found.values(), key=lambda row: -row["seconds"]):
-        rss = f"{row['rss'] / 1024:.2f}" if row["rss"] else "-"
-        rows.append({"stage": row["stage"], "jobs": str(row["jobs"]), "seconds": f"{row['seconds']:.0f}", "rss": rss})
-    return rows
-
-
-def sizes(folder: Path) -> list[dict]:
-    """Disk that each folder of the run holds, in MB."""
-    rows = []
-    for path in sorted(item for item in folder.iterdir() if item.is_dir() and item.name != "paper"):
-        size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
-        rows.append({"folder": path.name, "mb": f"{size / 1e6:.1f}"})
-    return rows
 
 
 def _sheet(name: str, root: Path = ROOT) -> list[dict]:

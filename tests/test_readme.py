@@ -119,3 +119,25 @@ def test_claims_and_records_of_a_run_can_be_shown(tmp_path):
         "| C04 | Padding to the maximum wastes up to 50 % of compute | 50 % |  | 84 % | **reproduced**"
         in copy.read_text(encoding="utf-8")
     )
+
+
+def test_times_and_disk_come_from_benchmark_files(tmp_path, capsys):
+    results = tiny.results(tmp_path)  # one job of stage train, 12.5 s and 900 MB
+    copy = tmp_path / "README.md"
+    copy.write_text(README, encoding="utf-8")
+    assert readme.main(["--readme", str(copy), "--stages", str(results / "smoke")]) == 0
+    text = copy.read_text(encoding="utf-8")
+    part = text.partition("<!-- stages:begin -->")[2].partition("<!-- stages:end -->")[0]
+    assert "| train | 1 | 12 | 0.88 |" in part and part.count("\n| ") == 2 and "Disk in MB: " in part
+    assert readme.main(["--check", "--readme", str(copy)]) == 0  # what a run took is no part of the check
+    assert readme.main(["--readme", str(copy), "--stages", str(tmp_path / "none")]) == 1
+    assert "allowed: a finished run such as results/smoke" in capsys.readouterr().err
+
+
+def test_stages_in_readme_are_those_of_the_workflow():
+    part = README.partition("<!-- stages:begin -->")[2].partition("<!-- stages:end -->")[0]
+    shown = set(re.findall(r"^\| (\w+) \|", part, re.M)) - {"stage"}
+    rules = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "workflow" / "rules").glob("*.smk"))
+    files = re.findall(r"/logs/([\w/{}.+-]+)\.benchmark\.jsonl", rules)
+    known = {name.split("/")[0] for name in files}
+    assert {"train", "bench", "figures", "paper"} <= shown <= known, shown - known
