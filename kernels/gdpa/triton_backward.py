@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton_common import load_rows, sequence_range, store_rows, store_tile, tile_rows
+from ..triton_common import load_rows, sequence_range, store_rows, tile_rows
 from .triton_activations import activation_and_slope, activation_slope
 from .triton_forward import key_range, query_range
 
@@ -22,11 +22,11 @@ SIZES = ["num_sequences", "q_rows", "kv_rows"]  # change with every batch: not w
 
 @triton.jit(do_not_specialize=SIZES[:2])
 def dq_kernel(
-    DO, Q, K, V, DQ, OUT, q_offsets, kv_offsets, tiles, count,
+    DO, Q, K, V, DQ, q_offsets, kv_offsets, tiles, count,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdq_t, sdq_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dq of one query tile. DQ has the rows of o (shared queries: one gradient a sequence, summed afterwards)."""
     slot = tl.program_id(0) // num_heads
@@ -42,11 +42,8 @@ def dq_kernel(
         if not TMA:
             K += k_start * sk_t + head * sk_h
             V += k_start * sv_t + head * sv_h
-        if not OWN_TMA:
-            Q += q_start * sq_t + head * sq_h
-            DO += o_start * sg_t + head * sg_h
-        q = tile_rows(Q, q_start, first, head, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA, True)
-        do = tile_rows(DO, o_start, first, head, offs_m, offs_d, sg_t, q_len, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA, True)
+        q = load_rows(Q + q_start * sq_t + head * sq_h, first, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
+        do = load_rows(DO + o_start * sg_t + head * sg_h, first, offs_m, offs_d, sg_t, q_len, HEAD_DIM, BLOCK_D, True)
         dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         for n in tl.range(0, k_len, BLOCK_N, num_stages=STAGES):
             k = tile_rows(K, k_start, n, head, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
@@ -55,24 +52,21 @@ def dq_kernel(
             dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
             if SCALED:
                 s = s * scale
-            ds = (dp * activation_slope(s, KIND, FAST)).to(k.dtype)
+            ds = (dp * activation_slope(s, KIND, FAST)).to(Q.dtype.element_ty)
             dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if SCALED:
             dq = dq * scale
-        base = DQ + o_start * sdq_t + head * sdq_h
-        store_tile(
-            OUT, base, o_start, first, head, offs_m, offs_d, sdq_t, q_len, dq, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA
-        )
+        store_rows(DQ + o_start * sdq_t + head * sdq_h, first, offs_m, offs_d, sdq_t, q_len, dq, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    DO, Q, K, V, DK, DV, OUT_K, OUT_V, q_offsets, kv_offsets, tiles, count,
+    DO, Q, K, V, DK, DV, q_offsets, kv_offsets, tiles, count,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdk_t, sdk_h, sdv_t, sdv_h, s_qo, s_ko,
     num_sequences, q_rows, kv_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one key tile."""
     slot = tl.program_id(0) // num_heads
@@ -89,11 +83,8 @@ def dkdv_kernel(
         if not TMA:
             Q += q_start * sq_t + head * sq_h
             DO += o_start * sg_t + head * sg_h
-        if not OWN_TMA:
-            K += k_start * sk_t + head * sk_h
-            V += k_start * sv_t + head * sv_h
-        k = tile_rows(K, k_start, first, head, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, OWN_TMA, True)
-        v = tile_rows(V, k_start, first, head, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, OWN_TMA, True)
+        k = load_rows(K + k_start * sk_t + head * sk_h, first, offs_n, offs_d, sk_t, k_len, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(V + k_start * sv_t + head * sv_h, first, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_D, True)
         dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         for m in tl.range(0, q_len, BLOCK_M, num_stages=STAGES):
@@ -104,19 +95,13 @@ def dkdv_kernel(
             if SCALED:
                 s = s * scale
             p, slope = activation_and_slope(s, KIND, FAST)
-            dv = tl.dot(p.to(k.dtype), do, dv, input_precision=PRECISION)
-            ds = (dp * slope).to(k.dtype)
+            dv = tl.dot(p.to(K.dtype.element_ty), do, dv, input_precision=PRECISION)
+            ds = (dp * slope).to(K.dtype.element_ty)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if SCALED:
             dk = dk * scale
-        DK += k_start * sdk_t + head * sdk_h
-        DV += k_start * sdv_t + head * sdv_h
-        store_tile(
-            OUT_K, DK, k_start, first, head, offs_n, offs_d, sdk_t, k_len, dk, HEAD_DIM, BLOCK_N, BLOCK_D, OWN_TMA
-        )
-        store_tile(
-            OUT_V, DV, k_start, first, head, offs_n, offs_d, sdv_t, k_len, dv, HEAD_DIM, BLOCK_N, BLOCK_D, OWN_TMA
-        )
+        store_rows(DK + k_start * sdk_t + head * sdk_h, first, offs_n, offs_d, sdk_t, k_len, dk, HEAD_DIM)
+        store_rows(DV + k_start * sdv_t + head * sdv_h, first, offs_n, offs_d, sdv_t, k_len, dv, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -33,11 +33,11 @@ def key_range(kv_offsets, stride_ko, sequence, num_sequences):
 
 @triton.jit
 def _forward_tile(
-    Q, K, V, O, OUT, q_offsets, kv_offsets, sequence, tile, head,
+    Q, K, V, O, q_offsets, kv_offsets, sequence, tile, head,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     q_start, o_start, q_len = query_range(q_offsets, s_qo, sequence, num_sequences, q_rows, SHARED_Q)
     k_start, k_len = key_range(kv_offsets, s_ko, sequence, num_sequences)
@@ -47,9 +47,7 @@ def _forward_tile(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     if first < q_len:
-        if not OWN_TMA:
-            Q += q_start * sq_t + head * sq_h
-        q = tile_rows(Q, q_start, first, head, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA, True)
+        q = load_rows(Q + q_start * sq_t + head * sq_h, first, offs_m, offs_d, sq_t, q_len, HEAD_DIM, BLOCK_D, True)
         if not TMA:
             K += k_start * sk_t + head * sk_h
             V += k_start * sv_t + head * sv_h
@@ -62,8 +60,7 @@ def _forward_tile(
             p = activation(s, KIND, FAST).to(O.dtype.element_ty)
             v = tile_rows(V, k_start, n, head, offs_n, offs_d, sv_t, k_len, HEAD_DIM, BLOCK_N, BLOCK_D, TMA, True)
             acc = tl.dot(p, v, acc, input_precision=PRECISION)
-        o = O + o_start * so_t + head * so_h
-        store_tile(OUT, o, o_start, first, head, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA)
+        store_rows(O + o_start * so_t + head * so_h, first, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM)
 
 
 @triton.jit
@@ -85,11 +82,11 @@ SIZES = ["num_sequences", "q_rows", "per_sequence"]  # change with every batch: 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    Q, K, V, O, OUT, q_offsets, kv_offsets, tiles, count, program_offsets,
+    Q, K, V, O, q_offsets, kv_offsets, tiles, count, program_offsets,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale, per_sequence,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr, ORDER: tl.constexpr,
+    TMA: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """ORDER: "grid" one program a (sequence, one of per_sequence tiles, head), there or not; "list" one a (listed tile,
     head); "programs" persistent over program_offsets; "zigzag" persistent over a list sorted by work, dealt forwards
@@ -98,10 +95,10 @@ def forward_kernel(
         slot = tl.program_id(0) // num_heads
         if slot // per_sequence < num_sequences:
             _forward_tile(
-                Q, K, V, O, OUT, q_offsets, kv_offsets, slot // per_sequence, slot % per_sequence,
+                Q, K, V, O, q_offsets, kv_offsets, slot // per_sequence, slot % per_sequence,
                 tl.program_id(0) % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, OWN_TMA,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
             )  # fmt: skip
         else:
             _zero_rest(
@@ -112,10 +109,10 @@ def forward_kernel(
         slot = tl.program_id(0) // num_heads
         if slot < tl.load(count):
             _forward_tile(
-                Q, K, V, O, OUT, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
+                Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
                 tl.program_id(0) % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, OWN_TMA,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
             )  # fmt: skip
     else:
         program = tl.program_id(0)
@@ -134,10 +131,10 @@ def forward_kernel(
             slot = unit // num_heads
             if (ORDER == "programs") | (slot < tl.load(count)):
                 _forward_tile(
-                    Q, K, V, O, OUT, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
+                    Q, K, V, O, q_offsets, kv_offsets, tl.load(tiles + slot * 2), tl.load(tiles + slot * 2 + 1),
                     unit % num_heads,
                     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                    KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, OWN_TMA,
+                    KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA,
                 )  # fmt: skip
         if ORDER == "programs" and not SHARED_Q:
             for head in tl.range(0, num_heads):
@@ -153,7 +150,7 @@ def _resident_chunk(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
+    TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head = head.to(tl.int64)
     if slot < tl.load(count):
@@ -195,7 +192,7 @@ def _resident_chunk(
                 acc = tl.dot(p, v1, acc, input_precision=PRECISION)
             acc += poison
             store_tile(
-                OUT, o_base, o_start, first, head, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM, BLOCK_M, BLOCK_D, OWN_TMA
+                OUT, o_base, o_start, first, head, offs_m, offs_d, so_t, q_len, acc, HEAD_DIM, BLOCK_M, BLOCK_D, TMA
             )
 
 
@@ -205,20 +202,21 @@ def forward_resident_kernel(
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, num_heads, scale,
     KIND: tl.constexpr, FAST: tl.constexpr, SCALED: tl.constexpr, SHARED_Q: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, OWN_TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr, ORDER: tl.constexpr,
+    TMA: tl.constexpr, KV_TILES: tl.constexpr, CHUNK: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
     """All keys of a sequence (<= KV_TILES * BLOCK_N) stay on chip; the software pipeline runs over query tiles.
 
-    `tiles` lists chunks of CHUNK query rows; ORDER "list" or "zigzag", as in `forward_kernel`. A sequence with more
-    keys than fit (a wrong hint) yields NaN, never a plausible row.
+    `tiles` lists chunks of CHUNK query rows; ORDER "list" or "zigzag", as in `forward_kernel`. TMA: Q and OUT are
+    descriptors; OUT is O otherwise. A sequence with more keys than fit (a wrong hint) yields NaN, never a plausible
+    row.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if ORDER == "list":
         _resident_chunk(
             Q, K, V, O, OUT, q_offsets, kv_offsets, tiles, count, program // num_heads, program % num_heads,
             sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, OWN_TMA,
-            KV_TILES, CHUNK,
+            KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, KV_TILES,
+            CHUNK,
         )  # fmt: skip
     else:
         for item in tl.range(0, (tl.load(count) * num_heads + programs - 1) // programs, num_stages=1):
@@ -226,6 +224,6 @@ def forward_resident_kernel(
             _resident_chunk(
                 Q, K, V, O, OUT, q_offsets, kv_offsets, tiles, count, unit // num_heads, unit % num_heads,
                 sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, s_qo, s_ko, num_sequences, q_rows, scale,
-                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, OWN_TMA,
-            KV_TILES, CHUNK,
+                KIND, FAST, SCALED, SHARED_Q, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STAGES, PRECISION, TMA, KV_TILES,
+            CHUNK,
             )  # fmt: skip

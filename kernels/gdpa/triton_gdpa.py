@@ -17,7 +17,7 @@ from ..kept import kept
 from ..registry import Case, Implementation
 from ..triton_common import describable, descriptors, precision_of, tile_list
 from . import configs
-from .configs import Config, default, has_resident, padded
+from .configs import SHORT_ROWS, Config, default, has_resident, padded, resident_pays
 from .triton_activations import ACTIVATIONS
 from .triton_backward import dkdv_kernel, dq_kernel, owner_kernel
 from .triton_forward import forward_kernel, forward_resident_kernel
@@ -32,20 +32,18 @@ class Options:
 
     schedule: "grid" launches over the longest sequence (needs the hint max_q_len; the baseline, never a default),
     "valid" over the tiles that exist, "zigzag" deals those, sorted by work, to persistent programs.
-    kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n); None: wherever
-    the hint allows. Off by default: on an H200 the list of valid tiles is faster (TUNING.md).
+    kv_resident: keys stay on chip, the loop runs over queries (needs the hint max_kv_len <= 2 block_n). "fits":
+    wherever the hint allows. "pays": where it is faster on an H200, with one key tile and by descriptors (TUNING.md).
     backward: "split" (two kernels, 7 GEMMs, parallel over tiles) or "owner" (one program a (sequence, head), 5 GEMMs).
     tma: what a loop passes over comes by descriptors (True) or by loads (False); None: by descriptors where possible.
-    own_tma: the same of what a program holds: its tile of queries (or keys and values) and of results.
     fast_tanh: the hardware's approximate tanh; default with 16-bit inputs on a GPU.
     fwd, resident, dq, dkdv, owner: tile configurations. programs: persistent programs, default as many as fit at once.
     """
 
     schedule: str = "valid"
-    kv_resident: bool | None = False
+    kv_resident: bool | str = "pays"
     backward: str | None = None
     tma: bool | None = None
-    own_tma: bool | None = False
     fast_tanh: bool | None = None
     fwd: Config | None = None
     resident: Config | None = None
@@ -57,6 +55,8 @@ class Options:
     def __post_init__(self):
         if self.schedule not in ORDERS:
             raise ValueError(f"schedule: {self.schedule!r}; allowed: {', '.join(ORDERS)}")
+        if self.kv_resident not in (True, False, "fits", "pays"):
+            raise ValueError(f"kv_resident: {self.kv_resident!r}; allowed: True, False, 'fits', 'pays'")
         if self.backward not in (None, *BACKWARDS):
             raise ValueError(f"backward: {self.backward!r}; allowed: None, {', '.join(BACKWARDS)}")
 
@@ -132,20 +132,35 @@ def _by_descriptor(wanted, *tensors):
 
 
 def _programs(options, q, config, rows):
-    """Persistent programs: as many as fit at once, each with `rows` rows in shared memory and up to 255 registers."""
-    shared = max(1, 232448 // (rows * padded(q.shape[-1]) * q.element_size()))
-    return options.programs or max(1, min(shared, 8 // config.num_warps)) * _multiprocessors(q.device)
+    """Persistent programs: as many as fit at once, each with `rows` rows in shared memory, its accumulators and a tile
+    of scores in registers, and 64 registers a thread beside them."""
+    shared = 232448 // (rows * padded(q.shape[-1]) * q.element_size())
+    threads = 32 * config.num_warps
+    registers = min(255, config.block_m * (padded(q.shape[-1]) + config.block_n) // threads + 64)
+    return options.programs or max(1, min(shared, 65536 // (registers * threads))) * _multiprocessors(q.device)
+
+
+def _forward_config(options, tma, q, q_offsets, num_sequences, schedule):
+    """The tile of the streaming kernel. A host's schedule was made for one of them: the one with its query tile."""
+    if options.fwd is not None or not tma:
+        return options.fwd or default("fwd", q.shape[-1], q.dtype)
+    short, long = (default(phase, q.shape[-1], q.dtype) for phase in ("fwd_tma_short", "fwd_tma"))
+    if schedule is not None:
+        return short if schedule.block_m == short.block_m else long
+    return short if q.shape[0] <= SHORT_ROWS * (1 if q_offsets is None else num_sequences) else long
 
 
 def _resident_config(options, kv_tiles, head_dim, dtype):
     return options.resident or default(f"fwd_resident_{kv_tiles}", head_dim, dtype)
 
 
-def _resident_tiles(options, head_dim, dtype, max_kv_len):
+def _resident_tiles(options, tma, head_dim, dtype, max_kv_len):
     """Key tiles to keep on chip, or 0 for the streaming kernel. Asked for and impossible: an error."""
     block = _resident_config(options, 2, head_dim, dtype).block_n if has_resident(head_dim) else 0
     fits = max_kv_len is not None and max_kv_len <= 2 * block
-    wanted = fits and block > 0 if options.kv_resident is None else options.kv_resident
+    wanted = fits and block > 0 if options.kv_resident == "fits" else options.kv_resident
+    if wanted == "pays":
+        wanted = fits and tma and options.fwd is None and resident_pays(head_dim, max_kv_len)
     if wanted and not (fits and block):
         raise ValueError(
             f"kv_resident: max_kv_len {max_kv_len}, head_dim {head_dim}; allowed: a hint max_kv_len <= {2 * block} and "
@@ -167,7 +182,8 @@ def forward_with(
     offsets = kv_offsets if shared else q_offsets
     pointers = (offsets, kv_offsets)
     sizes = (*_strides(q, k, v, o), offsets.stride(0), kv_offsets.stride(0), num_sequences, q.shape[0], num_heads)
-    kv_tiles = _resident_tiles(options, head_dim, q.dtype, max_kv_len) if schedule is None else 0
+    tma = _by_descriptor(options.tma, q, rows)
+    kv_tiles = _resident_tiles(options, tma, head_dim, q.dtype, max_kv_len) if schedule is None else 0
     if kv_tiles:
         resident = _resident_config(options, kv_tiles, head_dim, q.dtype)
         constants = _constants(q, activation, scale, options, resident)
@@ -179,19 +195,17 @@ def forward_with(
             order = "zigzag"
             held = 2 * kv_tiles * resident.block_n + resident.num_stages * resident.block_m
             grid = (_programs(options, q, resident, held),)
-        tma, queries = descriptors(_by_descriptor(options.tma, q), resident.block_m, q)
-        own, out = descriptors(_by_descriptor(options.own_tma, rows), resident.block_m, rows)
+        _, queries, out = descriptors(tma, resident.block_m, q, rows)
         forward_resident_kernel[grid](
-            queries, k, v, o, out, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, TMA=tma, OWN_TMA=own,
-            KV_TILES=kv_tiles, CHUNK=chunk, ORDER=order, **constants,
+            queries, k, v, o, out, *pointers, tiles, count, *sizes, scale, SHARED_Q=shared, TMA=tma, KV_TILES=kv_tiles,
+            CHUNK=chunk, ORDER=order, **constants,
         )  # fmt: skip
         return o
 
     tma = _by_descriptor(options.tma, k, v)
-    config = options.fwd or default("fwd_tma" if tma else "fwd", head_dim, q.dtype)
+    config = _forward_config(options, tma, q, q_offsets, num_sequences, schedule)
     constants = _constants(q, activation, scale, options, config) | {"TMA": tma}
     _, keys, values = descriptors(tma, config.block_n, k, v)
-    own, queries, out = descriptors(_by_descriptor(options.own_tma, q, rows), config.block_m, q, rows)
     program_offsets = count = offsets
     per_sequence = 1
     if schedule is not None:
@@ -219,8 +233,8 @@ def forward_with(
             held = config.block_m + 2 * config.num_stages * config.block_n
             order, grid = "zigzag", (_programs(options, q, config, held),)
     forward_kernel[grid](
-        queries, keys, values, o, out, *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence,
-        SHARED_Q=shared, OWN_TMA=own, ORDER=order, **constants,
+        q, keys, values, o, *pointers, tiles, count, program_offsets, *sizes, scale, per_sequence, SHARED_Q=shared,
+        ORDER=order, **constants,
     )  # fmt: skip
     return o
 
@@ -264,23 +278,18 @@ def backward_with(
             config = options.dq or default("dq_tma" if tma else "dq", head_dim, q.dtype)
             tiles, count, bound = _query_tiles(q_offsets, kv_offsets, q.shape[0], config.block_m)
             _, keys, values = descriptors(tma, config.block_n, k, v)
-            own = not shared and _by_descriptor(options.own_tma, do, q, dq)
-            own, gradients, queries, out = descriptors(own, config.block_m, do, q, dq)
             dq_kernel[(bound * num_heads,)](
-                gradients, queries, keys, values, dq, out, offsets, kv_offsets, tiles, count,
-                *_strides(do, q, k, v, dq), *steps, num_heads, scale, SHARED_Q=shared, TMA=tma, OWN_TMA=own,
-                **_constants(q, activation, scale, options, config),
+                do, q, keys, values, dq, offsets, kv_offsets, tiles, count, *_strides(do, q, k, v, dq), *steps,
+                num_heads, scale, SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
         if dk.numel() and only != "dq":
             config = options.dkdv or default("dkdv_tma" if tma else "dkdv", head_dim, q.dtype)
             tiles, count, bound = tile_list(kv_offsets, k.shape[0], config.block_n)
             _, queries, gradients = descriptors(tma, config.block_m, q, do)
-            own = _by_descriptor(options.own_tma, k, v, dk, dv)
-            own, keys, values, *out = descriptors(own, config.block_n, k, v, dk, dv)
             dkdv_kernel[(bound * num_heads,)](
-                gradients, queries, keys, values, dk, dv, *out, offsets, kv_offsets, tiles, count,
+                gradients, queries, k, v, dk, dv, offsets, kv_offsets, tiles, count,
                 *_strides(do, q, k, v, dk, dv), *steps, k.shape[0], num_heads, scale,
-                SHARED_Q=shared, TMA=tma, OWN_TMA=own, **_constants(q, activation, scale, options, config),
+                SHARED_Q=shared, TMA=tma, **_constants(q, activation, scale, options, config),
             )  # fmt: skip
     if shared:
         dq = dq.view(num_sequences, *q.shape).sum(0).to(q.dtype)
@@ -292,7 +301,7 @@ def forward(q, k, v, q_offsets, kv_offsets, *, activation, scale, max_q_len=None
 
     q [Tq, H, D], k, v [Tkv, H, D] in bfloat16, float16 or float32, last dimension contiguous; q_offsets None: q [Lq,
     H, D] is shared and o is [B, Lq, H, D]. `schedule` (kernels.schedule.Schedule, block_m of the configuration) sets
-    which persistent program works on which tile. max_kv_len <= 256 keeps keys on chip.
+    which persistent program works on which tile. max_kv_len <= 128 at head_dim 72 to 128 keeps keys on chip.
     """
     return forward_with(
         Options(), q, k, v, q_offsets, kv_offsets, activation=activation, scale=scale, max_q_len=max_q_len,

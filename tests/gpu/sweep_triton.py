@@ -11,7 +11,6 @@ choosing defaults; recorded numbers come from gem.bench.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import sys
 import time
@@ -89,20 +88,15 @@ def _time(label, run, amount, unit):
 
 
 def gdpa(phase, shapes, activation="gelu_tanh"):
-    """One phase of GDPA, every candidate; by descriptors with and without those for what a program holds.
-
-    The backward kernels are timed alone, the other one being the default.
-    """
-    kind = "resident" if phase.startswith("fwd_resident") else phase.removesuffix("_tma")
+    """One phase of GDPA, every candidate. The backward kernels are timed alone, the other one being the default."""
+    kind = "resident" if phase.startswith("fwd_resident") else phase.split("_")[0]
     tma = kind == "resident" or phase != kind
     for shape in shapes:
         arguments, do, flops, hints = _gdpa_inputs(shape)
         settings = dict(activation=activation, scale=1.0, **hints)
-        for config, own in itertools.product(
-            triton_gdpa.candidates(phase, HEAD_DIM), (False, True) if tma else (False,)
-        ):
-            options = Options(**{kind: config}, kv_resident=kind == "resident", tma=tma, own_tma=own)
-            label = f"gdpa {phase} {shape} {activation} {config}" + " own" * own
+        for config in triton_gdpa.candidates(phase, HEAD_DIM):
+            options = Options(**{kind: config}, kv_resident=kind == "resident", tma=tma)
+            label = f"gdpa {phase} {shape} {activation} {config}"
             if phase.startswith("fwd"):
                 run = partial(triton_gdpa.forward_with, options, *arguments, **settings)
                 _time(label, run, flops, "TFLOP/s")

@@ -85,11 +85,11 @@ def test_every_activation_scale_and_shared_queries(dtype, backward, activation):
     ids=str,
 )
 def test_keys_on_chip_equal_streamed_keys_bit_for_bit(head_dim, dtype):
-    checks.resident(Options(kv_resident=None), 128, DEVICE, dtype, head_dim, roundings=roundings(dtype))
+    checks.resident(Options(kv_resident="fits"), 128, DEVICE, dtype, head_dim, roundings=roundings(dtype))
 
 
 def test_a_lying_hint_gives_nan():
-    checks.lying_hint(Options(kv_resident=None), 128, DEVICE, BF16)
+    checks.lying_hint(Options(kv_resident="fits"), 128, DEVICE, BF16)
 
 
 @SWITCHES
@@ -116,13 +116,28 @@ def test_views_of_one_buffer():
 
 
 def test_host_schedules():
-    block = triton_gdpa.default("fwd", 128, BF16).block_m
+    block = triton_gdpa.default("fwd_tma", 128, BF16).block_m
     lengths = (3, 0, 700, 129, 1)
     inputs = make_inputs("gdpa", lengths, head_dim=128, dtype=BF16, device=DEVICE, spare_rows=2)
     expected = checks.run(Options(), inputs)[0]
     for order in ("grid", "valid", "zigzag"):
         schedule = checks.tile_schedule(torch.tensor(lengths), torch.tensor(lengths), block, 128, 132, order).to(DEVICE)
         assert torch.equal(checks.run(Options(), inputs, schedule=schedule)[0], expected), order
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (128, HALF), (96, BF16)], ids=str)
+def test_tiles_by_mean_length_give_the_same_bits(head_dim, dtype, activation):
+    """Which is why the mean length of a batch may choose between them."""
+    lengths = (300, 0, 70, 513, 1, 128, 64, 65)
+    inputs = make_inputs("gdpa", lengths, head_dim=head_dim, dtype=dtype, device=DEVICE, spare_rows=2)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.q_offsets, inputs.q_offsets)
+    short, long = (
+        triton_gdpa.forward_with(Options(fwd=triton_gdpa.default(phase, head_dim, dtype)), *arguments,
+                                 activation=activation, scale=0.3)
+        for phase in ("fwd_tma_short", "fwd_tma")
+    )  # fmt: skip
+    assert torch.equal(short, long)
 
 
 @pytest.mark.slow

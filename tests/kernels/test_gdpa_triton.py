@@ -18,8 +18,8 @@ from .triton_offline import compiling
 
 # Local memory a thread may use (bytes): the owner walk reads, adds and writes dq beside two register accumulators.
 MAX_LOCAL = {
-    "fwd": 256, "fwd_tma": 256, "fwd_resident_1": 256, "fwd_resident_2": 256, "dq": 64, "dkdv": 832, "dq_tma": 64,
-    "dkdv_tma": 832, "owner": 1152,
+    "fwd": 256, "fwd_tma": 32, "fwd_tma_short": 0, "fwd_resident_1": 0, "fwd_resident_2": 256, "dq": 64, "dkdv": 832,
+    "dq_tma": 64, "dkdv_tma": 832, "owner": 1152,
 }  # fmt: skip
 SMALL = Config(16, 16, 4, 1, 2)
 SMALL_OPTIONS = {"fwd": SMALL, "resident": SMALL, "dq": SMALL, "dkdv": SMALL, "owner": SMALL}
@@ -214,18 +214,18 @@ CHECKS = {
     ),
     "activations": lambda: activations(Options(**SMALL_OPTIONS)),
     "activations owner": lambda: activations(Options(backward="owner", **SMALL_OPTIONS)),
-    "resident": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None), 16),
-    "resident by descriptors": lambda: resident(Options(**SMALL_OPTIONS, kv_resident=None, tma=True, own_tma=True), 16),
-    "lying hint": lambda: lying_hint(Options(**SMALL_OPTIONS, kv_resident=None), 16),
+    "resident": lambda: resident(Options(**SMALL_OPTIONS, kv_resident="fits"), 16),
+    "resident by descriptors": lambda: resident(Options(**SMALL_OPTIONS, kv_resident="fits", tma=True), 16),
+    "lying hint": lambda: lying_hint(Options(**SMALL_OPTIONS, kv_resident="fits"), 16),
     "host schedule": lambda: host_schedule(Options(**SMALL_OPTIONS), 16),
     "neighbours": lambda: neighbours(Options(**SMALL_OPTIONS)),
     "neighbours owner": lambda: neighbours(Options(backward="owner", **SMALL_OPTIONS)),
     "company": lambda: company(Options(**SMALL_OPTIONS)),
     "company owner": lambda: company(Options(backward="owner", **SMALL_OPTIONS)),
-    "descriptors": lambda: patterns(Options(tma=True, own_tma=True, **SMALL_OPTIONS), names=SHORT),
+    "descriptors": lambda: patterns(Options(tma=True, **SMALL_OPTIONS), names=SHORT),
     "descriptors in a grid": lambda: patterns(Options(tma=True, schedule="grid"), names=("cross_short_keys",)),
     "descriptors, shared queries": lambda: activations(
-        Options(tma=True, own_tma=True, **SMALL_OPTIONS), head_dim=16, kinds=("silu",)
+        Options(tma=True, **SMALL_OPTIONS), head_dim=16, kinds=("silu",)
     ),
     "views": lambda: views(Options()),
     "last column": lambda: one_hot_last_column(Options()),
@@ -253,8 +253,8 @@ def compiled(phase, config, head_dim=128, activation="gelu_tanh", dtype=torch.bf
     offsets = torch.empty(9, dtype=torch.int64, device="meta")
     resident = phase.startswith("fwd_resident")
     kv_len = config.block_n * (2 if phase == "fwd_resident_2" else 1)
-    tma = phase.endswith("_tma")
-    field = "resident" if resident else phase.removesuffix("_tma")
+    tma = resident or "_tma" in phase
+    field = "resident" if resident else phase.split("_")[0]
     options = Options(
         kv_resident=resident, backward="owner" if phase == "owner" else "split", fast_tanh=True, tma=tma,
         **{field: config},
@@ -285,10 +285,41 @@ def test_defaults_compile_for_hopper(phase, head_dim):
 def test_candidates_compile_for_hopper(phase, head_dim):
     for config in configs.candidates(phase, head_dim):
         kernel = compiled(phase, config, head_dim)
-        assert kernel.local_bytes <= MAX_LOCAL[phase] and kernel.shared_bytes <= 232448, (config, kernel)
+        assert kernel.local_bytes <= max(256, MAX_LOCAL[phase]) and kernel.shared_bytes <= 232448, (config, kernel)
+
+
+def test_the_query_tile_follows_the_mean_length():
+    """Short sequences have tiles of 64 queries, up to 256 queries a sequence; a host's schedule decides for itself."""
+    config = triton_gdpa._forward_config
+    q = torch.empty(1025, 4, 128, dtype=torch.bfloat16)
+    assert config(Options(), True, q[:1024], q, 4, None).block_m == 64
+    assert config(Options(), True, q, q, 4, None).block_m == 128
+    assert config(Options(), True, q[:256], None, 1, None).block_m == 64  # queries that all sequences share
+    assert config(Options(), True, q[:257], None, 8, None).block_m == 128
+    assert config(Options(), False, q[:1024], q, 4, None) == configs.default("fwd", 128, torch.bfloat16)
+    assert config(Options(fwd=SMALL), True, q[:1024], q, 4, None) == SMALL
+    for rows in (64, 128):
+        schedule = tile_schedule(torch.tensor([300, 70]), torch.tensor([300, 70]), rows, 64, 4, "zigzag")
+        assert config(Options(), True, q, q, 4, schedule).block_m == rows
+
+
+def test_keys_stay_on_chip_where_it_pays():
+    def tiles(head_dim=128, keys=128, tma=True, **options):
+        return triton_gdpa._resident_tiles(Options(**options), tma, head_dim, torch.bfloat16, keys)
+
+    assert tiles() == tiles(keys=0) == tiles(head_dim=96) == 1
+    assert tiles(keys=129) == tiles(keys=None) == tiles(head_dim=64) == tiles(head_dim=256) == tiles(tma=False) == 0
+    assert tiles(fwd=SMALL) == tiles(kv_resident=False) == 0
+    assert tiles(keys=129, kv_resident="fits") == tiles(keys=256, kv_resident=True) == 2
+    assert tiles(keys=257, kv_resident="fits") == tiles(keys=None, kv_resident="fits") == 0
+    for bad in ({"keys": 257}, {"keys": None}, {"head_dim": 256}):
+        with pytest.raises(ValueError, match="kv_resident: max_kv_len"):
+            tiles(**bad, kv_resident=True)
 
 
 def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="kv_resident: None"):
+        Options(kv_resident=None)
     with pytest.raises(ValueError, match="schedule: 'list'"):
         Options(schedule="list")
     with pytest.raises(ValueError, match="backward: 'atomic'"):
