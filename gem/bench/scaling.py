@@ -4,8 +4,10 @@
 
 FSDP over all ranks, tables sharded over all ranks (V1), parameters gathered one unit ahead; `full_ep` also spreads the
 experts of a layer over the ranks. One process a rank does both: first the step of one GPU, each rank by itself, and its
-layers one by one; then the step of all. The local batch is the same throughout. The loss of the first joined batch is
-compared with the sum of what single GPUs compute; where it differs, there is no time but status failed.
+layers one by one; then the step of all. The local batch is the same throughout. Each compiles on a few samples of real
+lengths first, whose sizes the compiler takes for usual, and sees all batches of its rotation before it is timed. The
+loss of the first joined batch is compared with the sum of what single GPUs compute; where it differs, there is no time
+but status failed.
 
 Subject <variant>: time_ms, qps, mfu; weak_scaling = QPS of n over n times QPS of one;
 scaling_ratio = MFU of the step over time-weighted MFU of the layers; exposed_ms = communication that no kernel of this
@@ -14,6 +16,7 @@ GPU hides, from the profiler, largest of the ranks. Subject <variant>@one_gpu: t
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import sys
@@ -26,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from gem import compile as compilation
 from gem import config as configuration
 from gem import hardware, metrics, report
 from gem import train as single
-from gem.bench import batches, exposure, model_work, ranks, units
+from gem.bench import batches, exposure, model_work, parity, ranks, units
 from gem.bench.loop import Loop, with_batch
 from gem.bench.ranks import Job
 from gem.bench.timing import Timing
@@ -49,10 +53,11 @@ SOURCES = (
     "gem/bench/loop.py",
     "gem/bench/batches.py",
     "gem/bench/units.py",
+    "gem/bench/parity.py",
     "gem/parallel",
 )
 TOTAL_STEPS, SEED = 1000, 0
-WARMUP, STEPS, PROFILED = 5, 20, 2
+STEPS, PROFILED = 20, 2
 LOSS_LIMIT = 0.02  # of the loss: bfloat16, and other sums
 VARIANTS = {"full": ("full", False), "baseline_varlen": ("baseline_varlen", False), "full_ep": ("full", True)}
 
@@ -83,6 +88,10 @@ class Case:
         self.split = batches.MemorySplit(schema, rows, tier["data"], SEED)
         self.data = single.Data(self.split, self.split)
         self.device = job.rank.device
+        self.warmup = self.settings["warmup"] + self.settings["batches"]
+        draft = parity.whole_batch(batches.MemorySplit(schema, self.settings["draft"], tier["data"], SEED), self.device)
+        weightless = {task: torch.zeros_like(weight) for task, weight in draft.weights.items()}
+        self.draft = dataclasses.replace(draft, weights=weightless)  # nothing is learned from it
 
     def parts(self) -> Iterator[list[np.ndarray]]:
         """Rows of every rank, step after step, as training deals them."""
@@ -101,15 +110,16 @@ def alone(case: Case) -> Alone:
     """One GPU by itself: loss of the first batch, time of a step, and MFU of its layers. No collective in here."""
     config, device = case.config, case.device
     model = single.build(config, case.data, SEED, device)
-    batch = case.batch(next(case.parts())).to(device)
-    with torch.no_grad(), single.autocast(config, device):
-        sums = loss_sums(model(batch), batch.labels, batch.weights)
-    sums = {task: float(value) for task, value in sums.items()}
     model.train()
+    parity.gradients(model, case.draft, config)
+    batch = case.batch(next(case.parts())).to(device)
+    with single.autocast(config, device):  # with gradients, since without them it would be another graph
+        sums = loss_sums(model(batch), batch.labels, batch.weights)
+    sums = {task: float(value.detach()) for task, value in sums.items()}
     optimizers = Optimizers(model, config, TOTAL_STEPS)
     loop = Loop(model, optimizers, config, case.split, device, SEED + case.job.rank.rank)
     try:
-        done = loop.timed(case.settings["warmup"], case.settings["repeat_ms"])
+        done = loop.timed(case.warmup, case.settings["repeat_ms"])
     finally:
         loop.close()
     peak = hardware.peak(device)
@@ -137,10 +147,21 @@ class Together:
         job = train.Job(plan, options, "v1")
         self.trainer = train.Trainer(case.joined, case.data, SEED, case.job.rank, job, TOTAL_STEPS)
         self.trainer.model.train()
+        self.compile()
         self.dealt = case.parts()
         self.batches = prefetch(map(case.batch, case.parts()), case.device)
         self.seen: list[Counts] = []
         self.found: list[torch.Tensor] = []
+
+    def compile(self) -> None:
+        """Forward and backward of the draft on every rank."""
+        trainer = self.trainer
+        trainer.dense.set_rows([self.case.draft.size] * self.case.world)
+        trainer.loss(self.case.draft, dict.fromkeys(self.case.split.weights, 1.0)).backward()
+        if trainer.tables is not None:
+            trainer.tables.sync()
+        for parameter in trainer.model.parameters():
+            parameter.grad = None
 
     def one(self) -> None:
         """A step, waiting for its batch included."""
@@ -151,7 +172,7 @@ class Together:
 
     def timed(self) -> tuple[Timing, float, list[Counts]]:
         """STEPS steps in a row: the times of the slowest rank, their sum in s, and what this rank read."""
-        for _ in range(WARMUP):
+        for _ in range(self.case.warmup):
             self.one()
         dist.barrier()
         torch.cuda.synchronize()
@@ -164,7 +185,7 @@ class Together:
         torch.cuda.synchronize()
         times = torch.tensor([a.elapsed_time(b) for a, b in itertools.pairwise(marks)], device=self.case.device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        return Timing.of(times.tolist(), WARMUP), float(times.sum()) / 1e3, self.seen
+        return Timing.of(times.tolist(), self.case.warmup), float(times.sum()) / 1e3, self.seen
 
     def profiled(self) -> tuple[float, float]:
         """(communication, exposed) in ms of a step on this rank."""
@@ -176,6 +197,11 @@ class Together:
 
     def close(self) -> None:
         self.batches.close()
+
+
+def log(job: Job, name: str, what: str) -> None:
+    if job.rank.is_first:
+        print(f"{name}, {what}: {compilation.summary()}", file=sys.stderr, flush=True)
 
 
 def release() -> None:
@@ -199,6 +225,7 @@ def measure(job: Job, name: str) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     wanted = expected_loss(case, one.sums)
+    log(job, name, "one GPU")
     together = Together(case)
     try:
         together.one()
@@ -212,6 +239,7 @@ def measure(job: Job, name: str) -> None:
             run.add(**row, metric="time_ms", status="failed", note=note)
     finally:
         together.close()
+    log(job, name, f"{case.world} GPUs")
     if job.rank.is_first:
         run.write()
     del together
