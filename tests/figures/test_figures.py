@@ -17,7 +17,6 @@ from tests.figures import synthetic
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "data" / "published"
 SCRIPTS = sorted(path.stem for path in (ROOT / "figures").glob("*.py") if path.stem[:4] in ("fig_", "tab_"))
-FIGURES = [name for name in SCRIPTS if name.startswith("fig_")]
 # drawn from the source's numbers alone, so never without data
 PUBLISHED_ALONE = {"F02", "F03", "F07", "F08", "F11", "T02", "T03"}
 
