@@ -111,7 +111,7 @@ def mean_rows(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 def every(rows: int, batch: int, device: torch.device) -> torch.Tensor:
     """Offsets int32 [batch + 1] of `rows` rows a sample: one object for all event types and steps, so that what kernels
     derive from it is derived once."""
-    host = torch.arange(batch + 1, dtype=torch.int32) * rows
+    host = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * rows  # whatever the default device is
     offsets = host.to(device)
     remember(offsets, host)
     return offsets

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .jagged import has_values, host_offsets
 
@@ -36,16 +37,17 @@ def _gemms(phase: str) -> int:
 
 def attention_pairs(q_lengths: Lengths, kv_lengths: Lengths | None = None, *, window: int | None = None) -> int:
     """Visible (query, key) pairs of a batch. kv_lengths None: self-attention. window: |i - j| <= window, self only."""
-    q = _lengths("q_lengths", q_lengths)
-    kv = q if kv_lengths is None else _lengths("kv_lengths", kv_lengths)
-    if q.shape != kv.shape:
-        raise ValueError(f"kv_lengths: {kv.shape[0]} sequences; allowed: {q.shape[0]}, as in q_lengths")
-    if window is None:
-        return int((q * kv).sum())
-    if not torch.equal(q, kv):
-        raise ValueError("window: with kv_lengths that differ from q_lengths; allowed: self-attention only")
-    reach = (q - 1).clamp(min=0, max=window)
-    return int((q * (2 * reach + 1) - reach * (reach + 1)).sum())
+    with unset_fake_temporarily():  # a compiler asks while it traces, and wants a number
+        q = _lengths("q_lengths", q_lengths)
+        kv = q if kv_lengths is None else _lengths("kv_lengths", kv_lengths)
+        if q.shape != kv.shape:
+            raise ValueError(f"kv_lengths: {kv.shape[0]} sequences; allowed: {q.shape[0]}, as in q_lengths")
+        if window is None:
+            return int((q * kv).sum())
+        if not torch.equal(q, kv):
+            raise ValueError("window: with kv_lengths that differ from q_lengths; allowed: self-attention only")
+        reach = (q - 1).clamp(min=0, max=window)
+        return int((q * (2 * reach + 1) - reach * (reach + 1)).sum())
 
 
 def block_pairs(lengths: Lengths, block_size: int = 64) -> int:
@@ -54,8 +56,9 @@ def block_pairs(lengths: Lengths, block_size: int = 64) -> int:
     """
     if block_size < 1:
         raise ValueError(f"block_size: {block_size}; allowed: >= 1")
-    lengths = _lengths("lengths", lengths)
-    return int((lengths // block_size * block_size**2 + (lengths % block_size) ** 2).sum())
+    with unset_fake_temporarily():
+        lengths = _lengths("lengths", lengths)
+        return int((lengths // block_size * block_size**2 + (lengths % block_size) ** 2).sum())
 
 
 def jagged_attention(
@@ -131,11 +134,11 @@ def lengths_of_call(
     kv_offsets: torch.Tensor,
     max_q_len: int | None = None,
     max_kv_len: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Lengths, Lengths]:
     """(q_lengths, kv_lengths) of an op call, for FLOP formulas. q_offsets None: the rows of q, once for each sequence.
 
-    Offsets without values (compile-time tracing) have no lengths: the answer is then an upper bound from the hints,
-    said in a warning.
+    Offsets without values (compile-time tracing) have no lengths: the answer is then that of sequences of one length,
+    the hint or else the mean, said in a warning. That is what torch.compile's partitioner gets under a memory budget.
     """
     batch = kv_offsets.shape[0] - 1
     if has_values(kv_offsets) and (q_offsets is None or has_values(q_offsets)):
@@ -143,7 +146,14 @@ def lengths_of_call(
         if q_offsets is None:
             return torch.full((batch,), q.shape[0], dtype=torch.int64), kv_lengths
         return host_offsets(q_offsets).diff().long(), kv_lengths
-    warnings.warn("FLOPs of a jagged op counted on offsets without values: an upper bound, not a count", stacklevel=2)
-    longest_q = q.shape[0] if q_offsets is None or max_q_len is None else max_q_len
-    longest_kv = longest_q if max_kv_len is None and q_offsets is kv_offsets else max_kv_len
-    return torch.full((batch,), longest_q), torch.full((batch,), q.shape[0] if longest_kv is None else longest_kv)
+    warnings.warn("FLOPs of a jagged op counted on offsets without values: an estimate, not a count", stacklevel=2)
+    count = max(1, _usual(batch))
+    rows = _usual(q.shape[0])
+    longest_q = rows if q_offsets is None else _usual(max_q_len or -(-rows // count))
+    longest_kv = longest_q if max_kv_len is None else _usual(max_kv_len)
+    return [longest_q] * _usual(batch), [longest_kv] * _usual(batch)
+
+
+def _usual(size: int | torch.SymInt) -> int:
+    """A size, or what a compiler takes for its usual value."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)

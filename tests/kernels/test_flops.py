@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -64,12 +66,28 @@ def test_bytes():
     assert flops.block_attention_bytes([2, 3], 1, 4, phase="bwd") == 7 * 40
 
 
-def test_offsets_without_values_give_an_upper_bound_and_say_so():
+def test_offsets_without_values_give_an_estimate_and_say_so():
     with FakeTensorMode():
         q, offsets = torch.empty(100, 2, 8), torch.empty(4, dtype=torch.int64)
-        with pytest.warns(UserWarning, match="an upper bound, not a count"):
-            q_lengths, kv_lengths = flops.lengths_of_call(q, offsets, offsets, 30, None)
-    assert q_lengths.shape == kv_lengths.shape == (3,)
+        with pytest.warns(UserWarning, match="an estimate, not a count"):
+            hinted = flops.lengths_of_call(q, offsets, offsets, 30, 20)
+            mean = flops.lengths_of_call(q, offsets, offsets)
+        assert (hinted, mean) == (([30] * 3, [20] * 3), ([34] * 3, [34] * 3))
+        assert flops.attention_pairs(*hinted) == 3 * 30 * 20 and flops.block_pairs(mean[0], 32) == 3 * (32**2 + 2**2)
+
+
+def test_a_counter_over_fake_tensors_gets_a_number():
+    """torch.compile's partitioner asks so for the cost of an op under a memory budget."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from kernels import jagged_attention
+
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q, offsets = torch.empty(100, 2, 8), torch.empty(5, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            jagged_attention(q, q, q, offsets)
+    assert counter.get_total_flops() == 4 * 2 * 8 * 4 * 25**2
 
 
 @pytest.mark.parametrize(
