@@ -40,6 +40,7 @@ from gem.bench.timing import Timing
 from gem.counts import Counts
 from gem.dataset import Batch, prefetch
 from gem.heads import loss_sums
+from gem.model import GEM
 from gem.optim import Optimizers
 from gem.parallel import dense, train
 from gem.parallel.mesh import Mesh
@@ -106,12 +107,17 @@ class Case:
         return self.split.batch(parts[self.job.rank.rank])
 
 
-def alone(case: Case) -> Alone:
+def prepare(case: Case) -> GEM:
+    """The model of one GPU, compiled."""
+    model = single.build(case.config, case.data, SEED, case.device)
+    model.train()
+    parity.gradients(model, case.draft, case.config)
+    return model
+
+
+def alone(case: Case, model: GEM) -> Alone:
     """One GPU by itself: loss of the first batch, time of a step, and MFU of its layers. No collective in here."""
     config, device = case.config, case.device
-    model = single.build(config, case.data, SEED, device)
-    model.train()
-    parity.gradients(model, case.draft, config)
     batch = case.batch(next(case.parts())).to(device)
     with single.autocast(config, device):  # with gradients, since without them it would be another graph
         sums = loss_sums(model(batch), batch.labels, batch.weights)
@@ -125,16 +131,13 @@ def alone(case: Case) -> Alone:
     peak = hardware.peak(device)
     work = model_work.of_steps(model, config, done.counts)
     timed = units.time_parts(units.parts_of(model, batch, config), device, case.settings["part_ms"])
-    found = Alone(
+    return Alone(
         sums,
         done.timing,
         done.samples / done.seconds,
         metrics.mfu(work.model, done.seconds, peak.flops),
         units.local_mfu(timed, peak.flops),
     )
-    del model, optimizers, loop, timed
-    release()
-    return found
 
 
 class Together:
@@ -221,12 +224,15 @@ def measure(job: Job, name: str) -> None:
     run = job.open_run(EXPERIMENT, f"scaling-{name}", SOURCES, case.config.to_dict() | with_times)
     impl = report.implementation(case.config)
     row = {"case": case.config.preset, "subject": name, "impl": impl, "phase": "step"}
-    one = alone(case)
-    torch.cuda.synchronize()
+    model, together = prepare(case), Together(case)
+    release()
+    log(job, name, "compiled")
+    dist.barrier()
+    one = alone(case, model)
+    del model
+    release()
     dist.barrier()
     wanted = expected_loss(case, one.sums)
-    log(job, name, "one GPU")
-    together = Together(case)
     try:
         together.one()
         loss = float(together.found[0][0])
@@ -239,7 +245,7 @@ def measure(job: Job, name: str) -> None:
             run.add(**row, metric="time_ms", status="failed", note=note)
     finally:
         together.close()
-    log(job, name, f"{case.world} GPUs")
+    log(job, name, "timed")
     if job.rank.is_first:
         run.write()
     del together

@@ -21,7 +21,7 @@ def step(rank, name: str) -> dict:
     job = ranks.Job(rank, "smoke", "smoke", {"bench": {}}, 1e9, clock=object())
     case = scaling.Case(job, name)
     case.settings = case.settings | {"repeat_ms": 1.0, "part_ms": 1.0, "warmup": 1}
-    one = scaling.alone(case)
+    one = scaling.alone(case, scaling.prepare(case))
     wanted = scaling.expected_loss(case, one.sums)
     together = scaling.Together(case)
     together.one()
