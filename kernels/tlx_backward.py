@@ -17,14 +17,19 @@ QUERY_ROWS = 64
 @dataclass(frozen=True)
 class Config:
     """Buffers of (q, dO), k and v (k: at least 2); registers a thread of the second consumer (the first takes the
-    rest) and of producer and senders. resident: shared queries of at most QUERY_ROWS rows stay on chip, a program takes
-    all key tiles of its (sequence, head).
+    rest) and of producer and senders.
+
+    resident: shared queries, at most QUERY_ROWS, stay on chip with their dQ; a program takes all key tiles of its
+    (sequence, head). fold_scale: dS carries the scale of the scores (bf16, which loses nothing by it). chunks: parts of
+    dQ pass through shared memory in the order of the registers that hold them.
     """
 
     q_stages: int = 2
     k_stages: int = 2
     v_stages: int = 1
     resident: bool = False
+    fold_scale: bool = True
+    chunks: bool = False
     registers: int = 240
     spare: int = 24
 
@@ -116,7 +121,13 @@ def backward_with(
     q, k, v, do = packed_heads(q), packed_heads(k), packed_heads(v), packed_heads(do)
     rows = do.shape[0]
     dq = torch.empty((0 if dense else rows, heads, head_dim), dtype=q.dtype, device=q.device)
-    sums = torch.empty((rows, heads, head_dim), dtype=torch.float32, device=q.device)
+    # The sums of dQ: a program's own (resident), a query tile's or, for many shared queries, a sequence's.
+    programs = num_sms(q.device)
+    chunks = config.chunks and not dense
+    slots = rows // QUERY_ROWS + kv_offsets.numel() + 2  # query tiles, whatever the lengths
+    sum_rows = programs * q.shape[0] if config.resident else slots * QUERY_ROWS if chunks else rows
+    make = torch.zeros if config.resident else torch.empty
+    sums = make((sum_rows, heads, head_dim), dtype=torch.float32, device=q.device)
     dk, dv = (
         torch.empty_like(k, memory_format=torch.contiguous_format),
         torch.empty_like(v, memory_format=torch.contiguous_format),
@@ -128,9 +139,9 @@ def backward_with(
         units = kept(unit_table, q_offsets, kv_offsets, q.shape[0], k.shape[0])
         build = unit_list if config.resident else tile_list
         table, count = kept(build, q_offsets, kv_offsets, q.shape[0], k.shape[0])
-        counters = torch.zeros((2 * heads, rows // QUERY_ROWS + units.shape[0] + 1), dtype=torch.int32, device=q.device)
+        counters = torch.zeros((2 * heads, slots), dtype=torch.int32, device=q.device)
         lse = sums if lse is None else lse
-        backward_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
+        backward_kernel[(min(programs, table.shape[0] * heads),)](
             ragged_descriptor(q, QUERY_ROWS),
             ragged_descriptor(do, QUERY_ROWS),
             ragged_descriptor(k, 64),
@@ -157,13 +168,16 @@ def backward_with(
             SPARE=config.spare,
             ACTIVATION=activation,
             DIRECT=not dense,
+            CHUNKS=chunks,
+            FOLD=config.fold_scale and q.dtype == torch.bfloat16,
             num_warps=4,
             num_stages=1,
         )
         width = heads * head_dim
-        zero_kernel[(units.shape[0], 16)](
-            sums if dense else dq, units, width, COLUMNS=triton.next_power_of_2(width), num_warps=8
-        )
+        if not config.resident:
+            zero_kernel[(units.shape[0], 16)](
+                sums if dense else dq, units, width, COLUMNS=triton.next_power_of_2(width), num_warps=8
+            )
     if dense:
         dq = sums.view(-1, q.shape[0], heads, head_dim).sum(0).to(q.dtype)
     return dq, dk, dv

@@ -49,6 +49,7 @@ def stream(
     mine,
     H,
     limit,
+    factor,
     HEAD_DIM: tl.constexpr,
     Q_STAGES: tl.constexpr,
     K_STAGES: tl.constexpr,
@@ -68,7 +69,7 @@ def stream(
         for t in range(tiles if RESIDENT else 1):
             tile = first_tile + t
             column = head * HEAD_DIM
-            query_tiles = (q_size + QUERIES - 1) // QUERIES
+            query_tiles = 1 if RESIDENT else (q_size + QUERIES - 1) // QUERIES
             first = first_query_tile(tile, tiles, query_tiles, limit)
             k_stage, k_phase = get_bufidx_phase(kv_count, K_STAGES)
             tlx.barrier_wait(k_empty[k_stage], k_phase ^ 1)
@@ -102,7 +103,7 @@ def stream(
                         row_lse = tl.load(lse + where, mask=queries < q_size, other=float("inf"))
                         row_delta = tl.load(delta + where, mask=queries < q_size, other=0.0)
                         tlx.local_store(lse_buffers[stage], row_lse * 1.4426950408889634)
-                        tlx.local_store(delta_buffers[stage], row_delta)
+                        tlx.local_store(delta_buffers[stage], row_delta * factor)
                         tlx.barrier_arrive(stat_full[stage], 1)
                     q_count += 1
                 if i == 0:
@@ -150,6 +151,8 @@ def backward_kernel(
     SPARE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DIRECT: tl.constexpr,
+    FOLD: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
     """Producer, two consumers, two senders. RESIDENT: a sequence has at most one query tile, which stays, and a
     program takes all its key tiles; otherwise key tiles are dealt one by one.
@@ -232,6 +235,8 @@ def backward_kernel(
                 RESIDENT,
                 ACTIVATION,
                 DIRECT,
+                FOLD,
+                CHUNKS,
             )
 
         with tlx.async_task(num_warps=4, registers=REGISTERS):
@@ -274,6 +279,8 @@ def backward_kernel(
                 RESIDENT,
                 ACTIVATION,
                 DIRECT,
+                FOLD,
+                CHUNKS,
             )
 
         with tlx.async_task(num_warps=1, registers=SPARE):  # producer
@@ -303,6 +310,7 @@ def backward_kernel(
                 mine,
                 H,
                 limit,
+                scale if FOLD else 1.0,
                 HEAD_DIM,
                 Q_STAGES,
                 K_STAGES,
@@ -327,6 +335,7 @@ def backward_kernel(
                 limit,
                 tlx.async_task_replica_id(),
                 DIRECT,
+                CHUNKS,
                 HEAD_DIM,
                 RESIDENT,
             )

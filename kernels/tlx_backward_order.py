@@ -142,17 +142,26 @@ def send_dq(
     limit,
     half: tl.constexpr,
     DIRECT: tl.constexpr,
+    CHUNKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     RESIDENT: tl.constexpr,
 ):
     """The sender of one half of the columns: adds every part to the sum in its tile's turn."""
     QUERIES: tl.constexpr = 64
     sent = 0
+    program = tl.program_id(0)
     for n in range(mine):
         _, _, _, q_size, out_first, start, tiles, counter, index = entry_of(table, n, H, RESIDENT)
-        head, first_tile = place_of(index, start, tiles, H, RESIDENT)
-        for t in range(tiles if RESIDENT else 1):
-            tile = first_tile + t
+        head, tile = place_of(index, start, tiles, H, RESIDENT)
+        if RESIDENT:  # one part a (sequence, head), added to this program's own sum, which began as zeros
+            if tiles > 0:
+                tlx.barrier_arrive(sum_empty[half], 1)
+                tlx.barrier_wait(sum_full[half], sent & 1)
+                sent += 1
+                column = head * HEAD_DIM + half * (HEAD_DIM // 2)
+                add_ragged(desc_sums, sum_buffers[half], program * q_size, q_size, 0, column)
+                bulk_writes_done()  # so that one program's parts are added in one order
+        else:
             query_tiles = (q_size + QUERIES - 1) // QUERIES
             first = first_query_tile(tile, tiles, query_tiles, limit)
             final_from = last_from(tile, tiles, query_tiles, limit)
@@ -162,12 +171,16 @@ def send_dq(
                 m = first + i
                 m = tl.where(m >= query_tiles, m - query_tiles, m)
                 final = DIRECT and i >= final_from
+                # A sum in chunks is no matrix of rows: each query tile has 64 rows of its own, as it has a counter.
+                sum_first = (counter + m) * QUERIES if CHUNKS else out_first
+                sum_size = QUERIES if CHUNKS else q_size
+                sum_row = 0 if CHUNKS else m * QUERIES
                 turn = parts_before(m, first, tile, tiles, query_tiles, limit)
                 if DIRECT and final and tiles > 1:
                     # The last part: the sum so far comes back to the group, which rounds and sends dQ itself.
                     wait_for_count(place + m, turn * 32)
                     tlx.barrier_expect_bytes(sum_empty[half], 4 * QUERIES * (HEAD_DIM // 2))
-                    load_ragged(desc_sums, sum_buffers[half], sum_empty[half], out_first, q_size, m * QUERIES, column)
+                    load_ragged(desc_sums, sum_buffers[half], sum_empty[half], sum_first, sum_size, sum_row, column)
                 else:
                     tlx.barrier_arrive(sum_empty[half], 1)
                     if turn > 0:
@@ -177,9 +190,9 @@ def send_dq(
                 if final:
                     store_ragged(desc_dq, dq_buffers[2 * half], out_first, q_size, m * QUERIES, column)
                 elif turn == 0:
-                    store_ragged(desc_sums, sum_buffers[half], out_first, q_size, m * QUERIES, column)
+                    store_ragged(desc_sums, sum_buffers[half], sum_first, sum_size, sum_row, column)
                 else:
-                    add_ragged(desc_sums, sum_buffers[half], out_first, q_size, m * QUERIES, column)
+                    add_ragged(desc_sums, sum_buffers[half], sum_first, sum_size, sum_row, column)
                 tlx.async_descriptor_store_wait(0)
                 if tiles > 1 and not final:
                     # While the group works on the next part: this one has landed, another tile may add.

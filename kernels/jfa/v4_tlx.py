@@ -38,7 +38,10 @@ from .triton_backward import delta_kernel
 
 @dataclass(frozen=True)
 class Config:
-    """Forward tile: GROUPS x 64 query rows, block_n keys, kv_stages key/value buffers, q_stages query buffers."""
+    """Forward tile: GROUPS x 64 query rows, block_n keys, kv_stages key/value buffers, q_stages query buffers.
+
+    late_wait: wait for a block's value product behind the softmax of the next block, where ptxas else puts it ahead.
+    """
 
     groups: int = 2
     block_n: int = 128
@@ -46,19 +49,21 @@ class Config:
     q_stages: int = 1
     registers: int = 232
     pingpong: bool = True
+    late_wait: bool = False
 
 
-def forward_config(head_dim: int, dense_rows: int | None) -> Config:
-    """Tile by what every sequence of a call shares, never by a batch's lengths, so that results do not depend on it.
+def forward_config(head_dim: int, dense_rows: int | None, mean_keys: int = 0) -> Config:
+    """Tile by what every sequence of a call shares, never by a batch's lengths, so that results do not depend on it;
+    late_wait, which changes no bit, by the keys a sequence has on average.
 
     Chosen on an H200 (bf16, H = 4, D = 128, TUNING.md): a second query buffer is worth 7 to 20 %, ping-pong 10 % at
-    length 1024 and above.
+    length 1024 and above; late_wait +1 % at full 2048, -1 to -3 % below.
     """
     if dense_rows is not None and dense_rows <= GROUP_ROWS:
         return Config(groups=1, block_n=128 if head_dim <= 128 else 64, kv_stages=2, q_stages=2, pingpong=False)
     if head_dim > 128:
         return Config(groups=2, block_n=64, kv_stages=2, q_stages=1)
-    return Config(groups=2, block_n=128, kv_stages=2, q_stages=2)
+    return Config(groups=2, block_n=128, kv_stages=2, q_stages=2, late_wait=mean_keys >= 1536)
 
 
 def candidates(head_dim: int) -> list[Config]:
@@ -68,6 +73,7 @@ def candidates(head_dim: int) -> list[Config]:
         Config(2, 128, 2, 1, pingpong=False),
         Config(2, 64, 3, 2),
         Config(2, 128, 2, 2),
+        Config(2, 128, 2, 2, late_wait=True),
         Config(3, 64, 3, 1, registers=160, pingpong=False),
         Config(1, 128, 2, 2, pingpong=False),
     ]
@@ -108,6 +114,7 @@ def attention_fwd_kernel(
     Q_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr,
     PINGPONG: tl.constexpr,
+    LATE_WAIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     ROWS: tl.constexpr = 64
@@ -123,11 +130,12 @@ def attention_fwd_kernel(
     v_buffers = tlx.local_alloc((1, 1, BLOCK_N, HEAD_DIM), dtype, KV_STAGES)
     o_buffers = tlx.local_alloc((1, 1, ROWS, HEAD_DIM), dtype, GROUPS)
     q_full = tlx.alloc_barriers(num_barriers=GROUPS * Q_STAGES, arrive_count=1)
-    q_empty = tlx.alloc_barriers(num_barriers=GROUPS * Q_STAGES, arrive_count=1)
     k_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
-    k_empty = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=GROUPS)
     v_full = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=1)
-    v_empty = tlx.alloc_barriers(num_barriers=KV_STAGES, arrive_count=GROUPS)
+    # Each thread says for itself that it has read, without bringing its group together first.
+    q_empty = tlx.alloc_warp_barrier(num_barriers=GROUPS * Q_STAGES, num_warps=4)
+    k_empty = tlx.alloc_warp_barrier(num_barriers=KV_STAGES, num_warps=4, num_arrivals=GROUPS)
+    v_empty = tlx.alloc_warp_barrier(num_barriers=KV_STAGES, num_warps=4, num_arrivals=GROUPS)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -208,6 +216,8 @@ def attention_fwd_kernel(
                     l = l * alpha + tl.sum(e, 1)
                     m = m_new
                     p = e.to(dtype)
+                    if LATE_WAIT:  # long over; keeps the wait for the product below from moving up
+                        tlx.barrier_wait(v_full[v_stage], v_phase)
                     acc = tlx.async_dot_wait(0, acc)
                     tlx.barrier_arrive(v_empty[v_stage], 1)
                     acc = acc * alpha[:, None]
@@ -253,6 +263,8 @@ def attention_fwd_kernel(
                 e = tl.math.exp2(s * log2_scale - tl.where(m == float("-inf"), 0.0, m)[:, None])
                 l = tl.sum(e, 1)
                 p = e.to(dtype)
+                if LATE_WAIT:  # long over; keeps the wait for the product below from moving up
+                    tlx.barrier_wait(v_full[v_stage], v_phase)
                 acc = tlx.async_dot_wait(0, acc)
                 tlx.barrier_arrive(v_empty[v_stage], 1)
                 k_count += 1
@@ -300,6 +312,7 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float
             Q_STAGES=config.q_stages,
             REGISTERS=config.registers,
             PINGPONG=config.pingpong and config.groups == 2,
+            LATE_WAIT=config.late_wait,
             WINDOW=window,
             num_warps=4,
             num_stages=1,
@@ -311,7 +324,8 @@ def forward(
     q, k, v, q_offsets, kv_offsets, *, scale, window=None, bias=None, max_q_len=None, max_kv_len=None, schedule=None
 ):
     """(o, lse); arguments as in `api.py`."""
-    config = forward_config(q.shape[-1], q.shape[0] if q_offsets is None else None)
+    mean_keys = k.shape[0] // max(kv_offsets.numel() - 1, 1)
+    config = forward_config(q.shape[-1], q.shape[0] if q_offsets is None else None, mean_keys)
     return forward_with(config, q, k, v, q_offsets, kv_offsets, scale=scale, window=window)
 
 

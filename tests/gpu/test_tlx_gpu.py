@@ -19,6 +19,10 @@ tlx = pytest.importorskip("triton.language.extra.tlx", reason="needs fbtriton (e
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from kernels import tlx_backward  # noqa: E402  these need fbtriton
+from kernels.gdpa import tlx as gdpa_tlx  # noqa: E402
+from kernels.jfa import v4_tlx  # noqa: E402
+
 ACTIVATIONS = ("gelu_tanh", "gelu_taylor6", "silu", "relu")
 SELF = [[65, 0, 1, 64, 300, 127], [1], [0, 0, 5], [1000, 5, 0, 700], [128, 128], [129, 63, 257]]
 CROSS = [
@@ -155,6 +159,39 @@ def test_views_of_a_fused_buffer(op, impl):
     a = call(op, q, k, v, offsets, offsets, impl, **kwargs)
     b = call(op, q.contiguous(), k.contiguous(), v.contiguous(), offsets, offsets, impl, **kwargs)
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lengths", [[65, 0, 1, 700], [64, 128, 129, 1], [1500, 3]])
+def test_keys_a_block_and_late_waits_change_no_bit(lengths):
+    """What a call may choose by its sequences' average length must not show in its result."""
+    q, k, v, qo, ko = (x.detach() for x in inputs(lengths, None, 4, 128))
+    tiles = [gdpa_tlx.Config(2, 64, 3, 2), gdpa_tlx.Config(2, 128, 2, 2)]
+    a, b = (gdpa_tlx.forward_with(c, q, k, v, qo, ko, activation="gelu_tanh", scale=0.1) for c in tiles)
+    assert torch.equal(a, b)
+    waits = [v4_tlx.Config(2, 128, 2, 2), v4_tlx.Config(2, 128, 2, 2, late_wait=True)]
+    a, b = (v4_tlx.forward_with(c, q, k, v, qo, ko, scale=0.1) for c in waits)
+    assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("config", ["chunks", "plain"])
+def test_ways_of_dq(config, monkeypatch):
+    """The order in which parts of dQ pass through shared memory, and where their scale goes, changes no result."""
+    chosen = {"chunks": {"chunks": True}, "plain": {"fold_scale": False}}[config]
+    monkeypatch.setattr(tlx_backward, "default_config", lambda dense: tlx_backward.Config(**chosen))
+    for lengths in (*SELF, [2500, 1000, 3], [64] * 40 + [1030]):
+        compare("jfa", *inputs(lengths, None, 4, 128, spare=3), "v4")
+        compare("gdpa", *inputs(lengths, None, 4, 128, spare=3), "tlx", activation="gelu_tanh", scale=0.1)
+    compare("jfa", *inputs([40, 3, 700], [2000, 20000, 900], 4, 128), "v4")
+
+
+@pytest.mark.parametrize("lengths", [[0], [500, 3, 0, 1000, 129], [700] * 50, list(range(0, 900, 7))])
+@pytest.mark.parametrize("queries", [1, 32, 64])
+def test_few_shared_queries(lengths, queries):
+    """One query tile whose dQ stays on chip, more sequences than multiprocessors included; the same bits every time."""
+    first = compare("jfa", *inputs(queries, lengths, 4, 128), "v4")
+    again = compare("jfa", *inputs(queries, lengths, 4, 128), "v4")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    compare("gdpa", *inputs(queries, lengths, 4, 128), "tlx", activation="silu", scale=0.1)
 
 
 @pytest.mark.parametrize(

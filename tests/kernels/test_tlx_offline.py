@@ -49,6 +49,8 @@ def run(what, dim):
                     tlx_backward.backward_with(
                         tlx_backward.default_config(rows), do, q[:rows], q, q, None if rows else offsets, offsets,
                         activation=activation, scale=0.1, lse=statistics, delta=statistics)
+            for config in (tlx_backward.Config(chunks=True), tlx_backward.Config(fold_scale=False)):
+                tlx_backward.backward_with(config, q, q, q, q, offsets, offsets, activation="gelu_tanh", scale=0.1)
     for c in compiled:
         print(c.name, c.registers, c.local_bytes, c.shared_bytes)
 
