@@ -10,7 +10,8 @@ from figures.load import need
 ID = "T08"
 CAPTION = (
     "Every variant against its base: held-out NE of both tasks, training throughput and MFU, medians over seeds; "
-    "spread: 80 % minus 20 % quantile of NE. Changes are those against the variant named as base. MFU counts "
+    "spread: 80 % minus 20 % quantile of NE. Changes of NE are means over seeds of the difference to the base with the "
+    "same seed, \u00b1 half the width of their 95 % confidence interval (Student's t). MFU counts "
     "useful FLOPs on the variant's own mathematics. Rows whose case is a preset are steps timed alone on a GPU at one "
     "local batch; the others come from training runs."
 )
@@ -29,6 +30,14 @@ def build(source):
     def of_base(metric):
         return [base[metric].get(key, float("nan")) for key in keys]
 
+    bases = dict(zip(table.subject, table.base, strict=True))
+
+    def change(metric):
+        found = training.paired(source, "train", metric, bases)
+        own = list(zip(table.device, table.case, table.subject, strict=True))
+        return [[found.get(key, (float("nan"),) * 2)[part] for key in own] for part in (0, 1)]
+
+    click, conversion = change("ne_ctr"), change("ne_cvr")
     spread = table.get("ne_ctr_high", float("nan")) - table.get("ne_ctr_low", float("nan"))
     return table.assign(
         **{
@@ -36,9 +45,11 @@ def build(source):
             "variant": table.subject,
             "NE click": table.ne_ctr,
             "spread": spread,
-            "change of NE click": table.ne_ctr - of_base("ne_ctr"),
+            "change of NE click": click[0],
+            "\u00b1 click": click[1],
             "NE conversion": table.ne_cvr,
-            "change of NE conversion": table.ne_cvr - of_base("ne_cvr"),
+            "change of NE conversion": conversion[0],
+            "\u00b1 conversion": conversion[1],
             "samples/s": table.qps,
             "throughput / base": table.qps / of_base("qps"),
             "MFU, %": 100 * table.mfu,
@@ -46,13 +57,13 @@ def build(source):
             "peak memory, GiB": table.peak_mem_gib,
             "FLOPs a sample / base": table.flops_per_sample / of_base("flops_per_sample"),
         }
-    )[[*COLUMNS]]
+    )[[*COLUMNS]].round({name: 4 for name in COLUMNS if "NE" in name or name == "spread" or "\u00b1" in name})
 
 
 COLUMNS = [
-    "device", "case", "variant", "group", "base", "NE click", "spread", "change of NE click", "NE conversion",
-    "change of NE conversion", "samples/s", "throughput / base", "MFU, %", "step, ms", "peak memory, GiB",
-    "FLOPs a sample / base",
+    "device", "case", "variant", "group", "base", "NE click", "spread", "change of NE click", "\u00b1 click",
+    "NE conversion", "change of NE conversion", "\u00b1 conversion", "samples/s", "throughput / base", "MFU, %",
+    "step, ms", "peak memory, GiB", "FLOPs a sample / base",
 ]  # fmt: skip
 
 

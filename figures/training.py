@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from figures.load import Source, over_seeds, select
@@ -23,6 +25,36 @@ def by_variant(source: Source, experiment: str, metrics: tuple[str, ...]) -> pd.
     table["group"] = [variant[name].get("group") or guess(name) for name in table.subject]
     table["base"] = [variant[name].get("base", "") for name in table.subject]
     return table
+
+
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom from 1 on; beyond, the normal one is close enough.
+STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def interval(differences: pd.Series) -> tuple[float, float]:
+    """(mean, half width of its 95 % confidence interval) of independent differences; NaN where fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return (float(differences.mean()) if n else math.nan), math.nan
+    quantile = STUDENT_95[min(n - 1, len(STUDENT_95)) - 1]
+    return float(differences.mean()), float(quantile * differences.std(ddof=1) / math.sqrt(n))
+
+
+def paired(source: Source, experiment: str, metric: str, base_of: dict[str, str]) -> dict[tuple, tuple[float, float]]:
+    """(device, case, variant) -> `interval` of the metric over that of its base, seed by seed.
+
+    Seeds fix the order of the data and the first parameters, so that what a seed does to both sides cancels.
+    """
+    rows = select(source.frame(experiment), metric=metric)
+    rows = rows[rows.seed != ""].drop_duplicates(["device", "case", "subject", "seed"])
+    values = {key: part.set_index("seed").p50 for key, part in rows.groupby(["device", "case", "subject"], sort=False)}
+    found = {}
+    for (device, case, subject), own in values.items():
+        base = values.get((device, case, base_of.get(subject, "")))
+        change = (own - base).dropna() if base is not None else own[:0]
+        if len(change):
+            found[(device, case, subject)] = interval(change)
+    return found
 
 
 def guess(name: str) -> str:

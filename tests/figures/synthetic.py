@@ -206,6 +206,14 @@ def cpu_records(book: Book) -> None:
                 ("comm_bytes", "to_one_peer", 2**10 * index),
             ):
                 book.add("sparse", f"gpus{gpus}", name, impl, "model", metric, value, scope="modelled")
+    for index, preset in enumerate(("quality_quarter", "quality_half", "quality", "quality_double")):
+        own = {"case_row": {"variant": "full", "group": "full"}, "run": f"quality-size_{preset}-full"}
+        case, flops = f"size_{preset}", 1e9 * 4.0**index  # NE above the floor halves with 4 times the FLOPs
+        for seed in range(3):
+            value = 0.7 + 0.2 * 0.5**index + 0.001 * (seed - 1)
+            book.add("quality", case, "full", "eager", "eval", "ne_ctr", value, seed=seed, **own)
+            book.add("quality", case, "full", "eager", "model", "train_flops", flops, seed=seed, **own)
+        book.add("quality", case, "full", "eager", "eval", "ne_bayes_ctr", 0.7, **own)
     for weight in ("0", "1"):
         for index, name in enumerate(("drop_block", "drop_block_for_window", "full")):
             row = {"variant": name, "group": "full"}

@@ -217,6 +217,10 @@ def test_quality_is_drawn_over_flops_and_weight(drawn):
     assert flops.loc["full", ["x", "value", "low"]].tolist() == pytest.approx([4e9, 0.87, 0.87 * 0.999])
     weight = rows[(rows.panel == "weight") & (rows.x == 1)].set_index("group").value
     assert weight.to_dict() == pytest.approx({"full": 0.1, "window": 0.11, "block": 0.12})
+    sizes = rows[rows.panel == "size"]
+    assert sizes.x.tolist() == [1e9, 4e9, 1.6e10, 6.4e10] and sizes.n.tolist() == [3] * 4
+    fit = rows[rows.panel == "fit"].iloc[0]
+    assert fit.x == pytest.approx(-0.5) and fit.value == pytest.approx(0.2 * 1e9**0.5)
 
 
 def test_architecture_shares_add_up_without_totals(drawn):
@@ -229,7 +233,17 @@ def test_ablations_compare_with_their_base(drawn):
     rows = table(drawn, "T08").set_index(["device", "variant"])
     row = rows.loc[("CPU", "drop_hsp")]
     assert row["change of NE click"] == pytest.approx(-0.01) and row["throughput / base"] == pytest.approx(140 / 130)
+    # 0.01 * (-0.001, 0, 0.001) over three seeds: t of two degrees of freedom times 1e-5 / sqrt(3), rounded for a reader
+    assert row["\u00b1 click"] == pytest.approx(4.303e-5 / 3**0.5, abs=1e-4)
     assert pd.isna(rows.loc[("CPU", "baseline_padded"), "change of NE click"])
+
+
+def test_an_interval_is_students(drawn):
+    from figures.training import interval
+
+    mean, half = interval(pd.Series([1.0, 2.0, 3.0]))
+    assert (mean, half) == pytest.approx((2.0, 4.303 / 3**0.5))
+    assert pd.isna(interval(pd.Series([1.0]))[1]) and pd.isna(interval(pd.Series([], dtype=float))[0])
 
 
 def test_other_tables(drawn):

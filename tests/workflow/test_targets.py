@@ -14,7 +14,20 @@ from gem.workflow import ROOT, load, read_sheet
 
 from .conftest import SNAKEMAKE
 
-TARGETS = {"all", "data", "train", "bench", "records", "ablations", "figures", "tables", "claims", "paper", "frozen", "archive"}
+TARGETS = {
+    "all",
+    "data",
+    "train",
+    "bench",
+    "records",
+    "ablations",
+    "figures",
+    "tables",
+    "claims",
+    "paper",
+    "frozen",
+    "archive",
+}
 
 
 def test_every_target_can_be_named(real):
@@ -49,7 +62,15 @@ def test_profiles_dry_run(real, profile):
     settings = load({"tier": {"slurm": "gpu"}.get(profile, profile)})
     # an ablation also trains what its variant is compared with
     assert jobs["train_variant"] == len({*settings.variants, *map(settings.base_of, settings.variants)})
+    assert jobs.get("train_study", 0) == len(settings.study_runs)
     assert {f"bench_{name}" for name in settings.benches} <= set(jobs)
+
+
+def test_every_training_job_has_a_rule_of_the_same_name():
+    for tier in ("smoke", "gpu", "gpu2"):
+        settings = load({"tier": tier})
+        names = {job.name for job in settings.trainings()}
+        assert {f"results/{tier}/records/jobs/{name}.json" for name in names} == set(settings.train_receipts())
 
 
 def test_profiles_stand_alone_and_cap_the_gpus():
@@ -228,7 +249,7 @@ def test_names_in_schemas_are_those_of_the_code():
     from kernels.gdpa.api import REGISTRY as gdpa
     from kernels.jfa.api import REGISTRY as jfa
 
-    choices = workflow._schema("tier", ROOT)["properties"]["implementations"]["properties"]
+    choices = workflow._schema("tier", ROOT)["$defs"]["implementations"]["properties"]
     named = {key: value["additionalProperties"] for key, value in choices.items() if value.get("additionalProperties")}
     names = {key: set(value["enum"]) for key, value in named.items()}
     assert names["attention"] == {"auto", attention.VARLEN, *jfa.entries}
