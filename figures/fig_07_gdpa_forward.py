@@ -9,7 +9,7 @@ CAPTION = (
     "Forward throughput of GDPA kernels and of softmax kernels at the same shapes, over the query length: "
     "self-attention with full sequences, with mean fill 0.5, and cross-attention with short K/V. First row: the "
     "source's B200, read off its charts. Then one row a device of ours, measured, useful pairs only, each with "
-    "its own scale; a CPU's row has small cases and says nothing about a GPU."
+    "its own scale; without a GPU, a CPU's small cases, which say nothing about one."
 )
 
 

@@ -35,18 +35,21 @@ def draw(source):
         if measured.empty:
             raise NoDataError("no records of step (scaling_ratio) or simulate") from None
         rows = jobs = None
-    count = 2 * (jobs is not None) + (len(measured) > 0)
     bars = measured.groupby(["device", "subject"]).ngroups
-    height = 2.5 if jobs is not None else 0.5 + 0.22 * bars
-    widths = [1.15, 1, 0.75][-count:][:count]
-    figure, axes = style.panels(1, count, height=height, gridspec_kw={"width_ratios": widths})
+    heights = [2.5] * (jobs is not None) + [0.5 + 0.22 * bars] * (bars > 0)
+    figure, axes = style.panels(
+        len(heights), 1 + (jobs is not None), height=sum(heights) / len(heights), gridspec_kw={"height_ratios": heights}
+    )
     parts = []
     if jobs is not None:
         parts += [shares(axes[0][0], jobs), dimensions(axes[0][1], jobs)]
         figure.suptitle(f"Modelled, {large_jobs.standing(rows)}", x=0.01, ha="left")
         style.legend(figure, [axes[0][0]], columns=2)
     if len(measured):
-        parts.append(steps(axes[0][-1], measured, source))
+        for axis in axes[-1][1:]:
+            axis.remove()
+        axes[-1][0].set_subplotspec(axes[-1][0].get_gridspec()[-1, :])
+        parts.append(steps(axes[-1][0], measured, source))
     table = pd.concat(parts)
     columns = ["case", "gpus", "subject", "impl", "metric", "unit", "p50", "scope", "device", "note"]
     return figure, table.reindex(columns=columns)

@@ -323,13 +323,26 @@ def blank(axis, name: str = "") -> None:
 
 
 def legend(figure, axes, *, columns: int = 4) -> None:
-    """One legend under the figure with every label once, in the order of first appearance."""
+    """One legend under the figure, every label once in the order of first appearance, in at most `columns` columns."""
     found: dict[str, object] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(columns, len(found)))
+        fitting = next(n for n in range(min(columns, len(found)), 0, -1) if n == 1 or legend_width(found, n) <= WIDTH)
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=fitting)
+
+
+def legend_width(labels, columns: int) -> float:
+    """About how many inches a legend takes: 0.058 a letter at FONT, 0.36 a sample, 0.22 between columns."""
+    labels = list(labels)
+    least, longer = divmod(len(labels), columns)  # as matplotlib fills columns: the first ones get one more
+    lengths, start = [], 0
+    for column in range(columns):
+        end = start + least + (column < longer)
+        lengths.append(max(len(label) for label in labels[start:end]))
+        start = end
+    return 0.058 * sum(lengths) + 0.36 * columns + 0.22 * (columns - 1)
 
 
 def save(figure, prefix: Path) -> list[Path]:

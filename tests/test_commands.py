@@ -32,6 +32,7 @@ ELSEWHERE = {
     r"\. \.venv/bin/activate": "needs the environment that make builds; .ci/run builds one and runs all of this in it",
     r"rm -rf \.venv": "takes away what runs this test",
     r"pip install \.( |$)": "tests/test_wheel.py builds the wheel and installs it",
+    r"python examples/sequence_model.py": "tests/test_wheel.py runs it on the installed wheel",
     r"\.ci/run": "runs this suite",
     r"sbatch ": "needs a cluster; what it starts is parsed from the line above it, torchrun ... -m gem.parallel.train",
     r"ruff (check|format)$": "make lint is checked, and both run in .ci/run",
@@ -83,8 +84,6 @@ def kind(command: str) -> str:
         return "elsewhere"
     if words[:2] == ["python", "-m"] or "torchrun" in words[:1]:
         return "module"
-    if words and words[0] == "python" and words[1].endswith(".py"):
-        return "script"
     if words and words[0].endswith("pip") and words[1:3] == ["install", "-r"]:
         return "pins"
     return {"snakemake": "snakemake", "make": "make"}.get(words[0] if words else "", "unknown")

@@ -156,7 +156,7 @@ def test_every_claim_and_every_figure_has_a_place_in_the_text():
         assert f'"{row["id"]}"' in text, f"claim {row['id']} stands in no section"
     for row in values._sheet("figures"):
         name = row["id"]
-        assert f'fig("{name}")' in text or f'tab("{name}")' in text or f"*{name}." in text, f"{name} has no place"
+        assert f'fig("{name}")' in text or f'tab("{name}"' in text or f"*{name}." in text, f"{name} has no place"
 
 
 def test_no_package_is_downloaded_and_no_date_is_written():
