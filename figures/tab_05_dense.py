@@ -18,7 +18,7 @@ CAPTION = (
     "other expert. Modelled, but for the last column, which stands where two GPUs of one host were measured."
 )
 SHARD, REPLICAS, EXPERTS, BYTES, LOCAL_BATCH = 128, 8, 2, 2, 1024
-GATHERS = {"gather_plain": "bf16", "gather_float8": "8 bits, a scale a shard", "gather_mx": "8 bits, MX blocks"}
+GATHERS = {"gather_plain": "bf16", "gather_float8": "8 bits, a scale a row", "gather_mx": "8 bits, MX blocks"}
 EXPERT_FORMS = {"fsdp2": "on every rank", "reduce_scatter": "one a rank, reduce-scatter", "all_to_all": "all-to-all"}
 DIMENSIONS = {
     "expert parallelism": ("all-gather, reduce-scatter of activations", "inside a host, NVLink"),
@@ -63,9 +63,10 @@ def measured(rows: pd.DataFrame) -> dict[str, str]:
     """Dimension -> what two GPUs took for it (gem.bench.dense), in words; empty without records."""
     times = select(rows, metric="time_ms")
     found = {}
-    gathers = times[times.subject.str.startswith("gather_")].set_index("subject").p50
+    gathers = times[times.subject.isin(GATHERS)]
     if len(gathers):
-        words = (f"{GATHERS[name]} {value:.2f} ms" for name, value in gathers.items() if name in GATHERS)
+        early = {"prequantised": ", quantised before"}
+        words = (f"{GATHERS[row.subject]}{early.get(row.impl, '')} {row.p50:.2f} ms" for row in gathers.itertuples())
         found["FSDP, all parameters"] = "one gather of all units: " + ", ".join(words)
     layers = times[(times.case == f"batch{LOCAL_BATCH}") & times.subject.str.startswith("experts_")]
     if len(layers):

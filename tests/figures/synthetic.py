@@ -282,6 +282,7 @@ def pair(book: Book) -> None:
             book.add("topology", f"bytes{size}", name, impl, "step", "time_ms", size / 2 / 2e8, **base)
     for index, name in enumerate(("plain", "float8", "mx"), start=1):
         book.add("dense", "base", f"gather_{name}", "fsdp2", "step", "time_ms", 3.0 / index, run="dense-gathers")
+    book.add("dense", "base", "gather_float8", "prequantised", "step", "time_ms", 0.9, run="dense-gathers")
     forms = (
         ("experts_replicated", "fsdp2"),
         ("experts_parallel", "reduce_scatter"),
