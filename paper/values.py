@@ -229,13 +229,14 @@ def tiers(root: Path) -> list[dict]:
     rows = []
     for name in ("smoke", "gpu"):
         config = yaml.safe_load((root / "config" / f"{name}.yaml").read_text(encoding="utf-8"))
-        data, train = config["data"], config["train"]
+        train = config["train"]
+        data = config["data"] | train.get("data", {})  # what training replaces, as gem.config.of_training has it
         rows.append(
             {
                 "tier": name,
                 "device": {"cpu": "CPU", "cuda": "one GPU"}[config["device"]],
                 "dtype": config["dtype"],
-                "preset": config["preset"],
+                "preset": train.get("preset", config["preset"]),
                 "samples": summaries.number(data["samples"]),
                 "eval_samples": summaries.number(data["eval_samples"]),
                 "max_length": summaries.number(data["max_length"]),
