@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 _KEPT: dict[tuple, tuple] = {}
+_ASKED: list[Callable] | None = None
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[list[Callable]]:
+    """Within the block, what `kept` is asked for, there or not, as functions that build it anew: for timing."""
+    global _ASKED
+    before, _ASKED = _ASKED, []
+    try:
+        yield _ASKED
+    finally:
+        _ASKED = before
 
 
 def _stream(x: torch.Tensor) -> int | None:
@@ -26,6 +41,8 @@ def kept(build, q_offsets: torch.Tensor | None, kv_offsets: torch.Tensor, *sizes
     time for inference tensors, which have no version, and inside a CUDA graph, whose replays see other offsets at the
     same address.
     """
+    if _ASKED is not None:
+        _ASKED.append(partial(build, q_offsets, kv_offsets, *sizes))
     given = [x for x in (q_offsets, kv_offsets) if x is not None]
     stream = _stream(kv_offsets)
     if stream is None or any(x.is_inference() for x in given):

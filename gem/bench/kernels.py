@@ -24,12 +24,13 @@ from gem.bench.ceilings import measure_ceilings
 from gem.bench.timing import measure
 from gem.cli import Parser
 from gem.progress import Progress
+from kernels import kept
 from kernels.testing import error_budget, relative_error, snr_db
 
 SHARED_SOURCES = (
-    "kernels/schedule.py", "kernels/triton_common.py", "kernels/tlx_common.py", "kernels/tlx_activations.py",
-    "kernels/tlx_backward.py", "kernels/tlx_backward_kernel.py", "kernels/tlx_backward_consumer.py",
-    "kernels/tlx_backward_order.py",
+    "kernels/schedule.py", "kernels/kept.py", "kernels/triton_common.py", "kernels/tlx_common.py",
+    "kernels/tlx_activations.py", "kernels/tlx_pipeline.py", "kernels/tlx_backward.py",
+    "kernels/tlx_backward_kernel.py", "kernels/tlx_backward_consumer.py", "kernels/tlx_backward_order.py",
 )  # fmt: skip
 FOLDERS = cases.FOLDERS | dict.fromkeys(("layer_norm", "rms_norm", "norm_gdpa_norm"), "fused_norm")
 FOLDERS |= {"mx_linear": "mxfp8", "norm_quantize": "fused_norm"}
@@ -152,6 +153,19 @@ class Bench:
         if self.ceilings.gemm_bf16_tflops and tflops:
             run.add(**base, metric="share_of_gemm", p50=tflops / self.ceilings.gemm_bf16_tflops, n=timing.n)
         self.record_bound(run, case, base, timing, call.dtype)
+        self.record_lists(run, work, base)
+
+    def record_lists(self, run, work, base) -> None:
+        """Time to build the lists of tiles that the call finds ready, once a batch, outside its own time."""
+        with kept.asked() as builds:
+            work()
+        if builds:
+            lists = measure(
+                lambda: [build() for build in builds], device=self.device.type, warmup=1,
+                repeat_ms=self.config["bench"]["repeat_ms"] / 4, min_repeats=5,
+            )  # fmt: skip
+            spread = {"p20": lists.p20, "p80": lists.p80, "n": lists.n}
+            run.add(**base, metric="schedule_ms", p50=lists.p50, **spread, note=f"{len(builds)} lists, once a batch")
 
     def record_bound(self, run, case, base, timing, dtype=None) -> None:
         try:

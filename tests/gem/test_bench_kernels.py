@@ -8,6 +8,7 @@ import torch
 from gem import record, record_store, workflow
 from gem.bench import cases, kernels, peers
 from kernels.bounds import Ceilings
+from kernels.kept import kept
 
 ROW = {
     "case": "tiny",
@@ -88,6 +89,31 @@ def test_a_right_result_gets_time_rates_and_errors(bench, tmp_path, change):
 def test_other_ops_run_too(bench, tmp_path, change):
     bench.run_case(ROW | change, ["eager"])
     assert [row["status"] for row in values(tmp_path, "eager", "time_ms").values()] == ["ok", "ok"], rows(tmp_path)
+
+
+def test_building_lists_has_a_time_of_its_own(bench, tmp_path, monkeypatch):
+    """A call that finds the lists of its batch ready says beside its time what they cost."""
+    real, built = peers.prepare, []
+
+    def make(_, offsets, block):
+        built.append(block)
+        return offsets // block
+
+    def listed(case, impl):
+        call = real(case, "eager")
+
+        def forward():
+            kept(make, None, case.kv_offsets, 16), kept(make, None, case.kv_offsets, 32)
+            return call.forward()
+
+        return dataclasses.replace(call, forward=forward)
+
+    monkeypatch.setattr(peers, "prepare", listed)
+    bench.run_case(ROW, ["eager"])
+    found = values(tmp_path, "eager", "schedule_ms")
+    assert set(found) == {"fwd"} and found["fwd"]["note"] == "2 lists, once a batch"
+    assert float(found["fwd"]["p50"]) > 0 and int(found["fwd"]["n"]) >= 5
+    assert built[:2] == [16, 32] and len(built) >= 2 + 2 * int(found["fwd"]["n"])
 
 
 def test_block_attention_by_softmax_attention_under_a_block_mask(bench, tmp_path):

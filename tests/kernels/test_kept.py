@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import kept as module
-from kernels.kept import kept
+from kernels.kept import asked, kept
 
 
 def total(q_offsets, kv_offsets, factor):
@@ -72,3 +72,12 @@ def test_inference_tensors_have_no_version_and_are_not_kept():
         first = kept(total, None, offsets, 2)
         offsets[-1] = 5
         assert first.tolist() == [8] and kept(total, None, offsets, 2).tolist() == [10]
+
+
+def test_what_is_asked_for_can_be_built_again(offsets):
+    kept(total, *offsets, 2)
+    with asked() as builds:
+        there, new = kept(total, *offsets, 2), kept(total, *offsets, 5)
+    kept(total, *offsets, 6)
+    assert [build().tolist() for build in builds] == [[10, 18], [25, 45]] == [there.tolist(), new.tolist()]
+    assert builds[0]() is not there
