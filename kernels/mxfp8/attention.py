@@ -205,7 +205,7 @@ def _groups(q_offsets: Tensor, kv_offsets: Tensor, heads: int, block_size: int |
 
 @lru_cache(maxsize=16)
 def _groups_of(q_offsets: tuple, kv_offsets: tuple, heads: int, block_size: int | None, device) -> tuple[_Group, ...]:
-    q_starts, k_starts = torch.tensor(q_offsets), torch.tensor(kv_offsets)
+    q_starts, k_starts = (torch.tensor(offsets, device="cpu") for offsets in (q_offsets, kv_offsets))
     if block_size is not None:
         q_starts = k_starts = _block_offsets(q_starts, block_size)
     budget = GROUP_ELEMENTS.get(device.type, GROUP_ELEMENTS["cuda"])
@@ -217,18 +217,27 @@ def _groups_of(q_offsets: tuple, kv_offsets: tuple, heads: int, block_size: int 
     for q_size, k_size in sizes.unique(dim=0).tolist():
         members = used[(sizes == torch.tensor([q_size, k_size])).all(1)]
         for chunk in members.split(max(1, budget // (heads * q_size * k_size))):
-            sides = ((q_starts, q_lengths, q_size), (k_starts, k_lengths, k_size))
-            groups.append(_Group(*(_rows(*side[:2], chunk, side[2], device) for side in sides)))
+            queries = _rows(q_starts[chunk], q_lengths[chunk], q_size, device)
+            groups.append(_Group(queries, _rows(k_starts[chunk], k_lengths[chunk], k_size, device)))
     return tuple(groups)
 
 
-def _rows(starts: Tensor, lengths: Tensor, chunk: Tensor, size: int, device) -> _Rows:
-    """Rows of the sequences `chunk`, padded to `size`: found on the host, kept on `device`."""
-    place = torch.arange(size)
-    valid = place < lengths[chunk][:, None]
-    packed = (starts[chunk][:, None] + place).masked_fill(~valid, 0)
-    places = valid.flatten().nonzero().flatten(), (~valid).flatten().nonzero().flatten()
-    return _Rows(*(item.to(device) for item in (packed, valid, *places)))
+def _rows(starts: Tensor, lengths: Tensor, size: int, device) -> _Rows:
+    """Rows of sequences (starts and lengths on the host) padded to `size`, on `device`, which nothing waits for."""
+    events, places = int(lengths.sum()), len(lengths) * size
+    starts, lengths = torch.stack([starts, lengths]).to(device, non_blocking=True)
+    place = torch.arange(size, device=device)
+    valid = place < lengths[:, None]
+    packed = (starts[:, None] + place).masked_fill(~valid, 0)
+    full = _places(torch.zeros_like(lengths), lengths, size, events)
+    return _Rows(packed, valid, full, _places(lengths, size - lengths, size, places - events))
+
+
+def _places(first: Tensor, counts: Tensor, size: int, total: int) -> Tensor:
+    """Flat places of a table with rows of `size`: in row i the counts[i] ones from first[i] on; total: their number."""
+    owner = torch.repeat_interleave(counts, output_size=total)
+    within = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[owner]
+    return owner * size + first[owner] + within
 
 
 def _zero_outside(x: Tensor, pairs: Tensor) -> Tensor:
