@@ -1,6 +1,7 @@
 """gem.balance: every sample once, what each scheme may move, the published orders of magnitude, errors."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from data.lengths import LengthLaw
@@ -127,3 +128,28 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("3\n-4\n")
     with pytest.raises(ValueError, match="value 2 is '-4'"):
         main(["--lengths", str(tmp_path / "lengths.txt"), *sizes])
+
+
+def test_a_cost_is_fitted_to_times_of_attention():
+    """Records of two phases and three lengths, 8 samples a batch: 3e-3 L + 2e-5 L^2 ms a sample, found again."""
+    from gem.bench import balance as bench
+
+    rows = []
+    for length in (256, 512, 1024):
+        whole = 8 * (3e-3 * length + 2e-5 * length**2)
+        base = {"case": f"jfa_self_full_{length}", "impl": "v4", "metric": "time_ms", "status": "ok"}
+        rows += [base | {"phase": "fwd", "p50": 0.25 * whole}, base | {"phase": "bwd", "p50": 0.75 * whole}]
+        rows += [base | {"phase": "fwd", "p50": 1e9, "impl": "v1"}, base | {"phase": "step", "p50": 1e9}]
+    rows.append(
+        {"case": "jfa_self_full_4096", "impl": "v4", "metric": "time_ms", "phase": "fwd", "p50": 1, "status": "ok"}
+    )
+    batches = {f"jfa_self_full_{2**power}": 8 for power in range(8, 13)}
+    lengths, times = bench.attention_times(pd.DataFrame(rows), batches)
+    assert sorted(lengths) == [256, 512, 1024], "a length without a backward pass does not count"
+    cost = bench.fit(lengths, times)
+    assert (cost.linear, cost.quadratic) == pytest.approx((3e-3, 2e-5))
+    # times that grow slower than the length: no negative coefficient
+    slow = bench.fit(np.array([100.0, 200, 400]), np.array([1.0, 1.5, 2.2]))
+    assert slow.linear > 0 and slow.quadratic == 0
+    with pytest.raises(ValueError, match="attention of 1 lengths; allowed: at least 2"):
+        bench.fit(lengths[:1], times[:1])
