@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"rm -rf \.venv": "takes away what runs this test",
     r"pip install \.( |$)": "tests/test_wheel.py builds the wheel and installs it",
     r"python examples/sequence_model.py": "tests/test_wheel.py runs it on the installed wheel",
+    r"tar -xf archive\.tar|sha256sum --check": "tests/gem/test_archive.py unpacks, rebuilds and compares in Python",
     r"\.ci/run": "runs this suite",
     r"sbatch ": "needs a cluster; what it starts is parsed from the line above it, torchrun ... -m gem.parallel.train",
     r"ruff (check|format)$": "make lint is checked, and both run in .ci/run",
