@@ -56,14 +56,16 @@ def mutated(mutant: Mutant) -> Iterator[None]:
     code = compile(source.replace(mutant.old, mutant.new), f"<mutant {mutant.name}>", "exec", flags, dont_inherit=True)
     names: dict = {}
     exec(code, function.__globals__, names)
-    forget = getattr(attribute, "cache_clear", lambda: None)
+    caches = (getattr(attribute, "cache_clear", lambda: None), attention._groups_of.cache_clear)
     original, function.__code__ = function.__code__, inspect.unwrap(names[mutant.function]).__code__
-    forget()
+    for forget in caches:
+        forget()
     try:
         yield
     finally:
         function.__code__ = original
-        forget()
+        for forget in caches:
+            forget()
 
 
 MUTANTS = [
@@ -169,7 +171,7 @@ MUTANTS = [
         lambda: on_attention.test_window(5),
     ),
     Mutant(
-        "hadamard_not_turned_back", attention._Operands, "scatter", "self.rotation.rotate_back(values)", "values",
+        "hadamard_not_turned_back", attention._Operands, "scatter", "rotate(values, self.rotation, back=True)", "values",
         lambda: on_attention.test_hadamard_leaves_the_function_alone("softmax", 64),
     ),
     Mutant(
