@@ -171,7 +171,8 @@ MUTANTS = [
         lambda: on_attention.test_window(5),
     ),
     Mutant(
-        "hadamard_not_turned_back", attention._Operands, "scatter", "rotate(values, self.rotation, back=True)", "values",
+        "hadamard_not_turned_back", attention._Operands, "scatter",
+        "rotate(values, self.rotation, back=True)", "values",
         lambda: on_attention.test_hadamard_leaves_the_function_alone("softmax", 64),
     ),
     Mutant(
