@@ -6,7 +6,6 @@ column and what is allowed, and no job has run. No torch here: a dry run must be
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -16,20 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import jsonschema
-import yaml
-
 from gem import checks
 from gem.digest import NOT_TRAINING, ROOT, source_digest
-
-SHEETS = {  # sheet -> its id column
-    "variants": "variant",
-    "kernels": "case",
-    "figures": "id",
-    "claims": "id",
-    "metrics": "metric",
-    "experiments": "job",
-}
+from gem.sheets import SHEETS, read_sheet, schema_of, validate
 
 
 @dataclass(frozen=True)
@@ -176,6 +164,15 @@ class Settings:
 
     def variant_row(self, wildcards) -> dict:
         return self.sheets["variants"][wildcards.variant]
+
+    def slow_first(self, wildcards) -> int:
+        """Priority of a training: the longest start first, so that the last are short and all cores end together."""
+        row = self.variant_row(wildcards)
+        if row["precision"] != "bf16":
+            return 40
+        if row["saved_activations"] != "full" or row["checkpointing"] != "none" or row["layout"] == "padded":
+            return 30
+        return 20 if row["compskip"] == "off" and row["sequence"] == "on" else 10
 
     def base_of_row(self, wildcards) -> str:
         return self.base_of(wildcards.variant)
@@ -332,8 +329,8 @@ def load(given: dict, root: Path = ROOT) -> Settings:
     if tier not in tiers:
         raise ValueError(f"config: tier {tier!r} is unknown; allowed: {', '.join(tiers)}")
     config = checks.read_yaml(root / "config" / f"{tier}.yaml", f"config/{tier}.yaml")
-    schema = _schema("tier", root)
-    _validate(config, schema, f"config/{tier}.yaml")
+    schema = schema_of("tier", root)
+    validate(config, schema, f"config/{tier}.yaml")
     if config["tier"] != tier:
         raise ValueError(f"config/{tier}.yaml: key tier: {config['tier']!r}; allowed: {tier}, the file's name")
     for key, value in given.items():
@@ -358,37 +355,6 @@ def use_this_python() -> None:
     folder = str(Path(sys.executable).parent)
     if os.environ.get("PATH", "").split(os.pathsep)[0] != folder:
         os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
-
-
-def read_sheet(name: str, root: Path = ROOT) -> dict[str, dict]:
-    """Rows of config/<name>.tsv by id, each checked against workflow/schemas/<name>.yaml."""
-    path, key = root / "config" / f"{name}.tsv", SHEETS[name]
-    label = f"config/{name}.tsv"
-    schema = _schema(name, root)
-    columns = list(schema["properties"])
-    if not path.is_file():
-        raise ValueError(f"{label}: the file is missing")
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        for column in reader.fieldnames or []:
-            if column not in columns:
-                raise ValueError(f"{label}: column {column!r} is unknown; allowed: {', '.join(columns)}")
-        for column in schema["required"]:
-            if (reader.fieldnames or []).count(column) > 1:
-                raise ValueError(f"{label}: column {column!r} occurs twice; allowed: once")
-            if column not in (reader.fieldnames or []):
-                raise ValueError(f"{label}: column {column!r} is missing; needed: {', '.join(schema['required'])}")
-        rows: dict[str, dict] = {}
-        for row in reader:
-            where = f"{label}: row {row[key]}"
-            if None in row or None in row.values():
-                fields = len(reader.fieldnames)
-                raise ValueError(f"{where}: has another number of fields than the header; allowed: {fields}")
-            if row[key] in rows:
-                raise ValueError(f"{where}: column {key}: the id occurs twice; allowed: unique ids")
-            _validate(row, schema, where)
-            rows[row[key]] = row
-    return rows
 
 
 def sources(kind: str) -> str:
@@ -442,38 +408,6 @@ def _needs(row: dict) -> list[str]:
 
 def _split(text: str) -> list[str]:
     return [item for item in re.split(r"[;,]", text) if item]
-
-
-def _schema(name: str, root: Path) -> dict:
-    path = root / "workflow" / "schemas" / f"{name}.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-
-def _validate(value: dict, schema: dict, where: str) -> None:
-    """First violation of a schema as one line."""
-    checks.finite(value, where)
-    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(value), key=lambda error: list(error.path))
-    if not errors:
-        return
-    error = errors[0]
-    place = ".".join(str(item) for item in error.path)
-    if error.validator == "additionalProperties":
-        known = error.schema["properties"]
-        unknown = next(name for name in error.instance if name not in known)
-        place = f"{place}.{unknown}".lstrip(".")
-        raise ValueError(f"{where}: key {place} is unknown; allowed: {', '.join(known)}")
-    if error.validator == "required":
-        missing = next(name for name in error.validator_value if name not in error.instance)
-        raise ValueError(f"{where}: key {f'{place}.{missing}'.lstrip('.')} is missing; allowed: see its schema")
-    allowed = error.schema.get("description") or _allowed(error)
-    what = "column" if where.startswith("config/") and ".tsv" in where else "key"
-    raise ValueError(f"{where}: {what} {place}: {json.dumps(error.instance)}; allowed: {allowed}")
-
-
-def _allowed(error: jsonschema.ValidationError) -> str:
-    if error.validator == "enum":
-        return ", ".join("(empty)" if item == "" else str(item) for item in error.validator_value)
-    return f"{error.validator} {error.validator_value}"
 
 
 def _cross_check(config: dict, sheets: dict, tier: str, tiers: list[str]) -> None:

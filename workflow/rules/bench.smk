@@ -11,6 +11,8 @@ for name, row in RUN.benches.items():
             f"{R}/logs/bench/{name}.log",
         benchmark:
             f"{R}/logs/bench/{name}.benchmark.jsonl"
+        # What takes every core goes first: later it would have to wait until all of them are idle.
+        priority: 100 if row["gpus"] != "0" else 50
         conda:
             "../../envs/environment.yaml"
         threads: workflow.cores if row["gpus"] != "0" else 1

@@ -13,6 +13,8 @@ rule judge_claims:
         "results/{run}/logs/claims.log",
     benchmark:
         "results/{run}/logs/claims.benchmark.jsonl"
+    # a short job that others wait for
+    priority: 60
     localrule: True
     conda:
         "../../envs/environment.yaml"

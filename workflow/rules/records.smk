@@ -8,6 +8,8 @@ rule merge_records:
         f"{R}/logs/merge/{{experiment}}.log",
     benchmark:
         f"{R}/logs/merge/{{experiment}}.benchmark.jsonl"
+    # a short job that others wait for
+    priority: 60
     localrule: True
     conda:
         "../../envs/environment.yaml"

@@ -8,6 +8,7 @@ rule train_variant:
         f"{R}/logs/train/{{variant}}.log",
     benchmark:
         f"{R}/logs/train/{{variant}}.benchmark.jsonl"
+    priority: RUN.slow_first
     conda:
         "../../envs/environment.yaml"
     threads: 1
@@ -41,6 +42,7 @@ rule train_quality:
         f"{R}/logs/quality/{{weight}}-{{variant}}.log",
     benchmark:
         f"{R}/logs/quality/{{weight}}-{{variant}}.benchmark.jsonl"
+    priority: 30  # longer histories than the data of most variants
     conda:
         "../../envs/environment.yaml"
     threads: 1
