@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from gem import workflow
+from gem import sheets, workflow
 from gem.workflow import ROOT, load, read_sheet
 
 from .conftest import SNAKEMAKE
@@ -249,13 +249,13 @@ def test_names_in_schemas_are_those_of_the_code():
     from kernels.gdpa.api import REGISTRY as gdpa
     from kernels.jfa.api import REGISTRY as jfa
 
-    choices = workflow._schema("tier", ROOT)["$defs"]["implementations"]["properties"]
+    choices = sheets.schema_of("tier", ROOT)["$defs"]["implementations"]["properties"]
     named = {key: value["additionalProperties"] for key, value in choices.items() if value.get("additionalProperties")}
     names = {key: set(value["enum"]) for key, value in named.items()}
     assert names["attention"] == {"auto", attention.VARLEN, *jfa.entries}
     assert names["gdpa"] == {"auto", *gdpa.entries} and names["block_attention"] == {"auto", *block.entries}
     assert names["compile"] == set(compile.BACKENDS) and names["optimizer"] == {"foreach", "fused"}
-    assert tuple(workflow._schema("kernels", ROOT)["properties"]["op"]["enum"]) == cases.OPS
+    assert tuple(sheets.schema_of("kernels", ROOT)["properties"]["op"]["enum"]) == cases.OPS
 
 
 def test_every_sheet_of_the_repository_is_valid_in_every_tier():
