@@ -177,6 +177,7 @@ def label_law(source: Source) -> list[dict]:
 def balance(source: Source) -> list[dict]:
     """Load skew (heaviest rank over mean) by number of ranks and scheme. A model, the same on every device."""
     frame = select(source.frame("balance"), metric="skew")
+    frame = frame[frame.case.str.fullmatch(r"ranks\d+")]
     if frame.empty:
         return []
     device = best_device_first(frame.device)[0]
@@ -190,6 +191,35 @@ def balance(source: Source) -> list[dict]:
         rows.append([re.sub(r"\D", "", case) or case, *(fixed(c.median(), 3) if len(c) else "-" for c in cells)])
     header = ["ranks", *(scheme.replace("bbs_pool", "BBS, pool ") for scheme in schemes)]
     return [table("balance", "modelled", header, rows)]
+
+
+def assumptions(source: Source) -> list[dict]:
+    """Every constant behind the modelled jobs: value, unit, and the reason or record that it comes from."""
+    runs = source.frame("simulate").run_id.unique()
+    found = next(
+        (source.runs[run]["config"] for run in runs if "assumptions" in source.runs[run].get("config", {})), None
+    )
+    if found is None:
+        return []
+    rows = [
+        [
+            row["name"],
+            f"{row['value']:.4g}",
+            row["unit"],
+            f"record: {row['record']}" if row["record"] else row["source"],
+        ]
+        for row in found["assumptions"]
+    ]
+    rates = found.get("module_mfu", {})
+    rows += [
+        [f"MFU of {name}", f"{rate:.3g}", "fraction", "record: layers and step (one GPU)"]
+        for name, rate in rates.items()
+    ]
+    return [
+        table(
+            "assumptions", "modelled", ["constant", "value", "unit", "where from"], rows, found.get("calibration", "")
+        )
+    ]
 
 
 def kernels(source: Source) -> list[dict]:
@@ -267,7 +297,7 @@ def gains(source: Source) -> dict[str, dict]:
     return found
 
 
-ALL = (data, model, quality, speed, label_law, balance, kernels)
+ALL = (data, model, quality, speed, label_law, balance, assumptions, kernels)
 
 
 def _by_metric(frame: pd.DataFrame) -> dict[str, pd.Series]:

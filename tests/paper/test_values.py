@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from figures.load import Source
@@ -195,3 +197,23 @@ def test_no_table_without_records(tmp_path):
     source = Source(tmp_path, tmp_path, PUBLISHED)
     assert [make(source) for make in summaries.ALL] == [[]] * len(summaries.ALL)
     assert summaries.facts(source) == {}
+
+
+def test_assumptions_are_those_of_the_run_that_modelled():
+    rows = [
+        {"name": "zone_bandwidth", "value": 4e10, "unit": "bytes/s", "source": "one port", "record": ""},
+        {"name": "host_bandwidth", "value": 2.3e11, "unit": "bytes/s", "source": "", "record": "topology (two GPUs)"},
+    ]
+    config = {"assumptions": rows, "module_mfu": {"heads": 0.1}, "calibration": "not calibrated: no record of x"}
+    source = SimpleNamespace(
+        frame=lambda name: pd.DataFrame({"run_id": ["simulate-1"] if name == "simulate" else []}),
+        runs={"simulate-1": {"config": config}},
+    )
+    made = summaries.assumptions(source)[0]
+    assert made["rows"][:2] == [
+        ["zone_bandwidth", "4e+10", "bytes/s", "one port"],
+        ["host_bandwidth", "2.3e+11", "bytes/s", "record: topology (two GPUs)"],
+    ]
+    assert made["rows"][2][:2] == ["MFU of heads", "0.1"] and made["note"] == config["calibration"]
+    source.runs["simulate-1"] = {"config": {}}
+    assert summaries.assumptions(source) == []
