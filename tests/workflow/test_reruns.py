@@ -119,10 +119,15 @@ def test_gpu_jobs_run_one_at_a_time_under_the_profile_and_would_overlap_without(
     slow = 'import time\nprint("began", time.time())\n' + train + '\ntime.sleep(1.0)\nprint("ended", time.time())\n'
     (place.folder / "gem/train.py").write_text(slow)
     text = (place.folder / "config/gpu.yaml").read_text()
-    text = re.sub(
-        r"(?m)^  variants: .*full_same_math.*$", "  variants: [baseline_padded, full, no_sequence]", text, count=1
-    )
-    text = re.sub(r"long_range_weights: .*", "long_range_weights: []", text)
+    for old, new in (
+        ("variants: all", "variants: [baseline_padded, full, no_sequence]"),
+        ("long_range_weights: .*", "long_range_weights: []"),
+        ("sizes: .*", ""),
+        ("size_variants: .*", ""),
+        ("hopper: .*", ""),
+    ):
+        text, count = re.subn(f"(?m)^  {old}$", f"  {new}" if new else "", text)
+        assert count == 1, old
     (place.folder / "config/gpu.yaml").write_text(text)
 
     def overlaps(*words: str) -> bool:
