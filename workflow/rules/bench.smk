@@ -11,8 +11,8 @@ for name, row in RUN.benches.items():
             f"{R}/logs/bench/{name}.log",
         benchmark:
             f"{R}/logs/bench/{name}.benchmark.jsonl"
-        # What takes every core goes first: later it would have to wait until all of them are idle.
-        priority: 100 if row["gpus"] != "0" else 50
+        # What takes every core goes first, before any two others: later it would wait until all cores are idle.
+        priority: 200 if row["gpus"] != "0" else 50
         conda:
             "../../envs/environment.yaml"
         threads: workflow.cores if row["gpus"] != "0" else 1
