@@ -186,7 +186,8 @@ def product(a: Scaled, b: Scaled, rows: int, dtype: torch.dtype) -> Tensor:
     if why is not None:
         raise ValueError(f"mxfp8, format hopper: {why}")
     b_scale, blocks = b.scale, b.scale.shape[1]
-    if b_scale.shape[0] != b.data.shape[0] and blocks > 1 and blocks % 4:  # torch and cuBLAS disagree on padded tiles
+    # torch and cuBLAS disagree on padded tiles; a single slab is a scale a row for torch, of b's rows too
+    if b_scale.shape[0] != b.data.shape[0] and blocks % 4:
         b_scale = b_scale.repeat_interleave(SLAB, 0)[: b.data.shape[0]].T.contiguous().T
     return torch._scaled_mm(
         a.data, b.data.T, scale_a=a.scale, scale_b=b_scale.T, out_dtype=dtype, use_fast_accum=False
