@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -411,6 +412,9 @@ def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> 
         yield from batches
         return
     ready: queue.Queue = queue.Queue(maxsize=depth)
+    # The thread that queues the step must not wait for Python's usual 5 ms whenever this one holds the interpreter.
+    patience = sys.getswitchinterval()
+    sys.setswitchinterval(min(patience, 2e-4))
     stop = threading.Event()
     copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -453,6 +457,7 @@ def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> 
     finally:
         stop.set()
         thread.join()
+        sys.setswitchinterval(patience)
 
 
 def _offsets(lengths: np.ndarray) -> torch.Tensor:

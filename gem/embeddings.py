@@ -117,6 +117,11 @@ def every(rows: int, batch: int, device: torch.device) -> torch.Tensor:
     return offsets
 
 
+def _columns(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[n], [n] -> [n, 8]: the two, and zeros."""
+    return F.pad(torch.stack((first, second.to(first.dtype)), 1), (0, 6))
+
+
 class EventEmbedding(nn.Module):
     """S of one event type: item, action and item x candidate embeddings through a linear layer, plus the event's age.
 
@@ -154,19 +159,20 @@ class EventEmbedding(nn.Module):
         longest: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What follows the lookups: values, cos, sin and the mask of `Events`. longest: of padded tensors."""
-        total = items.shape[0]
+        total, age = items.shape[0], ages_to_tau(ages, self.time_scale)
         parts = [items, actions]
         if candidate is not None:
             parts.append(items * rows_of(candidate, offsets, total))
+        # age and bias are columns of the one product, so that their gradients are too, and not sums over all events;
+        # zeros fill up to what matrix units load at once
+        parts.append(_columns(0.1 * age, torch.ones_like(age)))
+        weight = torch.cat((self.project.weight, _columns(self.age, self.project.bias)), 1)
         cos, sin = rotary_tables(positions(offsets, total), ages, self.head_dim, self.time_scale)
-        inputs, age = torch.cat(parts, 1), ages_to_tau(ages, self.time_scale)
-        mask = None
+        inputs, mask = torch.cat(parts, 1), None
         if self.padded:
-            inputs, age, cos, sin = (pad(x, offsets, longest) for x in (inputs, age, cos, sin))
+            inputs, cos, sin = (pad(x, offsets, longest) for x in (inputs, cos, sin))
             mask = event_mask(offsets, longest)
-        values = self.project(inputs)
-        values = values + (0.1 * age[..., None] * self.age).to(values.dtype)
-        return values, cos, sin, mask
+        return F.linear(inputs, weight), cos, sin, mask
 
     def flops(self, counts: Counts) -> int:
         return linear_flops(counts.events(self.name), self.project)

@@ -14,6 +14,20 @@ from gem.counts import Counts, linear_flops, matmul_flops
 from gem.norms import LayerNorm
 
 
+def over_tokens(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer over the token axis: x [B, num_in, width] -> [B, num_out, width].
+
+    A plain one is a batched product with the same weight for every sample, so that nothing is transposed in memory;
+    what replaces it (gem/precision.py) is called as a layer.
+    """
+    if type(linear) is not nn.Linear:
+        return linear(x.transpose(1, 2)).transpose(1, 2)
+    weight = linear.weight.to(x.dtype).expand(x.shape[0], -1, -1)
+    if linear.bias is None:
+        return torch.bmm(weight, x)
+    return torch.baddbmm(linear.bias.to(x.dtype)[:, None], weight, x)
+
+
 class WukongExpert(nn.Module):
     """num_out tokens from num_in: one half interactions FMB(Z) = MLP(LN(flat(Z (Z^T Y)))), one half linear LCB(Z) =
     W_L Z.
@@ -33,10 +47,9 @@ class WukongExpert(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, num_in, width] -> [B, num_out, width]."""
-        across = tokens.transpose(1, 2)
-        interactions = torch.bmm(tokens, self.project(across).to(tokens.dtype))
+        interactions = torch.bmm(tokens, over_tokens(self.project, tokens).to(tokens.dtype).transpose(1, 2))
         mixed = self.down(F.gelu(self.up(self.norm(interactions.flatten(1) * self.width**-0.5))))
-        return torch.cat((mixed.unflatten(-1, (self.half, self.width)), self.linear(across).transpose(1, 2)), 1)
+        return torch.cat((mixed.unflatten(-1, (self.half, self.width)), over_tokens(self.linear, tokens)), 1)
 
     def flops(self, counts: Counts) -> int:
         batch = counts.batch

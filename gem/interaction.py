@@ -9,7 +9,7 @@ from torch import nn
 
 from gem.config import ModelConfig
 from gem.counts import Counts, linear_flops
-from gem.experts import Experts
+from gem.experts import Experts, over_tokens
 from gem.norms import layer_norm
 
 
@@ -25,8 +25,7 @@ class Summary(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, num_tokens, width] -> [B, num_summary, width]."""
-        compressed = self.compress(x.transpose(1, 2)).transpose(1, 2)
-        return self.down(F.gelu(self.up(compressed)))
+        return self.down(F.gelu(self.up(over_tokens(self.compress, x))))
 
     def flops(self, counts: Counts) -> int:
         rows = counts.batch * self.num_summary

@@ -1,5 +1,7 @@
 """Sequence side of a layer: what happens to one event type.
 
+Projections of events have no bias: its gradient is a sum over all events that costs more than it gives.
+
 Three steps, each a module: the personalised feed-forward (GDPA with generated keys and values), self-attention, and
 pooling into a fixed number of summary tokens. Which of them a layer runs is decided when the model is built
 (CompSkip).
@@ -15,6 +17,7 @@ from gem import attention
 from gem.attention import Events
 from gem.config import Config, EventSize, NormMode, Pooling, SelfAttention
 from gem.counts import Counts, linear_flops, matmul_flops
+from gem.experts import over_tokens
 from gem.norms import EPS, KeyNorm, layer_norm, rms_norm
 from kernels import flops, fused_norm
 
@@ -36,13 +39,13 @@ class PersonalisedFeedForward(nn.Module):
         self.activation, self.impl, self.precision = model.gdpa_activation, config.implementations.gdpa, None
         self.fused = config.implementations.norm if config.toggles.norm is NormMode.FUSED else None
         self.mix = nn.Linear(model.num_summary, model.num_kv)
-        self.keys_values = nn.Linear(model.width, 2 * size.width)
+        self.keys_values = nn.Linear(model.width, 2 * size.width, bias=False)
         self.key_norm = KeyNorm(size.num_heads)
 
     def forward(self, events: Events, summary: torch.Tensor) -> Events:
         """events and the summary [B, num_summary, width of X]."""
         heads = (self.size.num_heads, self.size.head_dim)
-        keys = F.gelu(self.mix(summary.transpose(1, 2)).transpose(1, 2))
+        keys = F.gelu(over_tokens(self.mix, summary))
         k, v = self.keys_values(keys).reshape(-1, 2, *heads).unbind(1)
         return attention.with_values(events, self.attend(events, self.key_norm(k), v, heads))
 
@@ -94,8 +97,8 @@ class SelfAttentionBlock(nn.Module):
         self.kind, self.rotary = config.toggles.self_attention, config.toggles.rotary
         self.impl, self.block_impl = config.implementations.attention, config.implementations.block_attention
         self.precision = None
-        self.qkv = nn.Linear(size.width, 3 * size.width)
-        self.out = nn.Linear(size.width, size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, events: Events) -> Events:
         heads = (3, self.size.num_heads, self.size.head_dim)
@@ -132,12 +135,12 @@ class SumKronLinear(nn.Module):
     def __init__(self, num_in: int, num_out: int, width_in: int, width_out: int, rank: int):
         super().__init__()
         self.num_out, self.rank = num_out, rank
-        self.tokens = nn.Linear(num_in, rank * num_out, bias=False)  # Z, all ranks side by side
+        self.tokens = nn.Linear(num_in, num_out * rank, bias=False)  # Z, the ranks of an output token side by side
         self.channels = nn.Linear(rank * width_in, width_out, bias=False)  # W, all ranks stacked
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        mixed = self.tokens(hidden.transpose(1, 2)).unflatten(-1, (self.rank, self.num_out))  # [B, d_in, rank, n_out]
-        return self.channels(mixed.permute(0, 3, 2, 1).flatten(2))
+        mixed = over_tokens(self.tokens, hidden).unflatten(1, (self.num_out, self.rank))  # [B, n_out, rank, d_in]
+        return self.channels(mixed.flatten(2))
 
     def flops(self, counts: Counts) -> int:
         width_in = self.channels.in_features // self.rank
@@ -161,7 +164,7 @@ class Pooler(nn.Module):
         self.impl, self.precision = config.implementations.attention, None
         self.num_queries = model.num_hsp_seeds if self.hierarchical else model.num_seeds
         self.seeds = nn.Parameter(torch.randn(self.num_queries, size.width))
-        self.keys_values = nn.Linear(size.width, 2 * size.width)
+        self.keys_values = nn.Linear(size.width, 2 * size.width, bias=False)
         if self.hierarchical:
             self.query = nn.Linear(size.width, size.width)
             self.out = SumKronLinear(self.num_queries, model.num_seeds, size.width, model.width, model.kron_rank)

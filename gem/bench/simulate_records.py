@@ -28,8 +28,8 @@ EXPERIMENT = "simulate"
 SOURCES = (
     "gem/bench/simulate_records.py", "gem/bench/sparse_model.py", "gem/parallel/assumptions.py",
     "gem/parallel/calibration.py", "gem/parallel/mesh.py", "gem/parallel/simulate.py", "gem/parallel/topology.py",
-    "gem/parallel/workload.py", "gem/balance.py", "gem/summary.py", "gem/config.py", "gem/sizes.py", "gem/model.py", "gem/counts.py",
-    "data/lengths.py",
+    "gem/parallel/workload.py", "gem/balance.py", "gem/summary.py", "gem/config.py", "gem/sizes.py",
+    "gem/model.py", "gem/counts.py", "data/lengths.py",
 )  # fmt: skip
 PRESETS = ("base", "large")
 GPUS = tuple(2**power for power in range(3, 14))

@@ -41,7 +41,7 @@ def test_seed_pooling_ends_in_a_sum_of_kronecker_products():
     torch.manual_seed(0)
     layer = SumKronLinear(num_in=5, num_out=3, width_in=4, width_out=6, rank=2)
     hidden = torch.randn(7, 5, 4)
-    z = layer.tokens.weight.view(2, 3, 5).transpose(1, 2)  # [rank, seeds, tokens]
+    z = layer.tokens.weight.view(3, 2, 5).permute(1, 2, 0)  # [rank, tokens, seeds]
     w = layer.channels.weight.view(6, 2, 4).permute(1, 2, 0)  # [rank, width in, width out]
     expected = torch.stack([sum(z[i].T @ h @ w[i] for i in range(2)) for h in hidden])
     torch.testing.assert_close(layer(hidden), expected)
