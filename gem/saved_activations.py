@@ -31,8 +31,9 @@ def quantised(model: nn.Module, kind: str) -> Callable:
     """A stand-in for GEM.run_layer: runs a layer with its saved tensors packed as `kind` ("fp8" or "mx4").
 
     Parameters and their copies in lower precision stay as they are: a tensor whose shape, or that of its transpose, is
-    a parameter's is not packed; nor are the row statistics of an attention, [heads, rows], which must stay exact and
-    may be infinite. ValueError: unknown format.
+    a parameter's is not packed. Nor are row statistics, which must stay exact: those of an attention, [heads, rows],
+    may be infinite, and those of a norm, [.., 1], make its gradient a small difference of large terms. ValueError:
+    unknown format.
     """
     if kind not in FORMATS:
         raise ValueError(f"saved activations: unknown format {kind!r}; allowed: {', '.join(FORMATS)}")
@@ -43,7 +44,8 @@ def quantised(model: nn.Module, kind: str) -> Callable:
 
     def pack(value: torch.Tensor):
         small = value.numel() < MIN_ELEMENTS or value.dim() < 2 or tuple(value.shape) in shapes
-        statistics = value.numel() < value.shape[-1] ** 2  # an activation has more rows than columns, [heads, rows] not
+        # an activation has more rows than columns, [heads, rows] has not
+        statistics = value.dim() and (value.shape[-1] == 1 or value.numel() < value.shape[-1] ** 2)
         if small or statistics or value.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return value
         key = (value.data_ptr(), value.shape, value.stride(), value._version)

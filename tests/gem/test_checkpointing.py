@@ -235,3 +235,16 @@ def test_a_model_trains_with_packed_activations(data, value, monkeypatch):
     assert packed[0] == plain[0]
     assert packed[1] != plain[1] and packed[1] == pytest.approx(plain[1], rel=0.25)
     assert SavedActivations(value) is tiny.config(saved_activations=value).toggles.saved_activations
+
+
+@pytest.mark.parametrize("kind", saved_activations.FORMATS)
+def test_row_statistics_of_a_norm_stay_exact(monkeypatch, kind):
+    """The gradient of a norm is a small difference of large terms, and a rounded 1 / std loses it."""
+    name, shapes = f"pack_{kind}", []
+    original = getattr(saved_activations, name)
+    monkeypatch.setattr(saved_activations, name, lambda x: shapes.append(tuple(x.shape)) or original(x))
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.GELU())
+    run = saved_activations.quantised(layer, kind)
+    x = torch.randn(8192, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    run(layer, x).square().sum().backward()
+    assert shapes and (8192, 1) not in shapes
