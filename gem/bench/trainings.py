@@ -250,6 +250,8 @@ def train_here(name: str, folder: str, argv: list[str], gpu: str, logs: str) -> 
 
         from gem import train
 
+        # a fork has its parent's pool of threads without the threads: a second one would be waited for forever
+        torch.set_num_threads(1)
         torch.cuda._cached_device_count = None  # what the parent counted was more than this process may see
         code = train.main(argv, read_data(folder))
     except BaseException:
