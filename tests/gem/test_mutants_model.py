@@ -83,8 +83,8 @@ def one_rank(old):
 
 def ranks_and_tokens_swapped(old):
     def forward(self, hidden):
-        mixed = self.tokens(hidden.transpose(1, 2)).unflatten(-1, (self.num_out, self.rank))
-        return self.channels(mixed.permute(0, 2, 3, 1).flatten(2))
+        mixed = self.tokens(hidden.transpose(1, 2)).unflatten(-1, (self.rank, self.num_out))
+        return self.channels(mixed.permute(0, 3, 2, 1).flatten(2))
 
     return forward
 
