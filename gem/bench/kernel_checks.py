@@ -5,7 +5,8 @@
 
 Records `kernel_checks`, one row a check: metric correct, n the cases, tests, launches or kernels it covered, the time
 it took in the note. A check that fails, or that has not ended after --limit-s seconds, is a row with status failed and
-the reason; the run then ends with exit code 1, its record written all the same.
+the reason; the run then ends with exit code 1, its record written all the same. What a check printed is kept under
+results/<run>/logs/kernel_checks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from gem import hardware, record
 from gem.cli import Parser
@@ -23,7 +25,8 @@ from gem.digest import ROOT
 
 SOURCES = ("kernels", "tests/gpu/test_tlx_gpu.py", "tests/gpu/sanitize.py")
 _SANITIZE = ("-m", "tests.gpu.sanitize")
-_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_tlx_gpu.py")
+# without the project's own options, one of which is -q: twice, it drops the closing line that is counted here
+_TESTS = ("-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "tests/gpu/test_tlx_gpu.py")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class Check:
 CHECKS = {
     "memcheck": Check(_SANITIZE, r"^\w+ \w+ .* finite$", ("compute-sanitizer", "--error-exitcode", "9"), each=True),
     "racecheck": Check(
-        _SANITIZE, r"^\w+ \w+ .* finite$", ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"), True
+        _SANITIZE,
+        r"^\w+ \w+ .* finite$",
+        ("compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9"),
+        each=True,
     ),
     "launches": Check((*_SANITIZE, "--launches", "10000"), r"^(10000) launches$"),
     "random_batches": Check(
@@ -59,6 +65,7 @@ class Outcome:
     covered: int
     seconds: float
     reason: str
+    output: str = ""
 
 
 def perform(check: Check, limit_s: float) -> Outcome:
@@ -75,15 +82,19 @@ def perform(check: Check, limit_s: float) -> Outcome:
     found = re.findall(check.done, output, re.MULTILINE)
     if done.returncode or not found:
         lines = [line for line in output.splitlines() if line.strip()]
-        return Outcome(0, seconds, f"exit code {done.returncode}: {' / '.join(lines[-3:])[-300:]}")
+        return Outcome(0, seconds, f"exit code {done.returncode}: {' / '.join(lines[-3:])[-300:]}", output)
     covered = check.covered or (len(found) if check.each else int(found[-1]))
-    return Outcome(covered, seconds, "")
+    return Outcome(covered, seconds, "", output)
 
 
 def run_checks(run_name: str, names: list[str], limit_s: float) -> bool:
     """Perform them side by side and record; True when all passed."""
     with ThreadPoolExecutor(len(names)) as pool:
         outcomes = dict(zip(names, pool.map(lambda name: perform(CHECKS[name], limit_s), names), strict=True))
+    logs = Path("results", run_name, "logs", "kernel_checks")
+    logs.mkdir(parents=True, exist_ok=True)
+    for name, outcome in outcomes.items():
+        (logs / f"{name}.log").write_text(outcome.output)
     with record.Run(
         run_name, "kernel_checks", name="kernel_checks-tlx", config={"limit_s": limit_s}, sources=SOURCES
     ) as run:

@@ -38,7 +38,16 @@ def test_outcomes_are_recorded(tmp_path, monkeypatch, capsys):
     for name, reason in {"fails": "other bits", "silent": "exit code 0", "hangs": "not done after 4 s"}.items():
         assert reason in failed.note[name]
     assert "no-such-sanitizer" in failed.note["missing"]
+    assert (tmp_path / "results/try/logs/kernel_checks/counts.log").read_text() == "300 launches\n700 launches\n"
     assert kernel_checks.main([*arguments[:-1], "counts,each"]) == 0
+
+
+def test_a_run_of_pytest_is_counted():
+    """By its closing line, which the project's own options would drop: so on a file of the project."""
+    check, options = kernel_checks.CHECKS["default_tests"], kernel_checks._TESTS[:-1]
+    assert check.arguments[: len(options)] == options
+    outcome = kernel_checks.perform(Check((*options, "tests/gem/test_cli.py"), check.done), 120)
+    assert outcome.covered > 0 and outcome.reason == ""
 
 
 @pytest.mark.parametrize("arguments", [["--only", "memcheck,leaks"], ["--limit-s", "0"]])
