@@ -21,6 +21,7 @@ CAPTION = (
     "quantiles."
 )
 SHOWN = ("baseline", "add_one", "full")
+TALLEST = 5.6  # inches of bars, so that the figure and its caption fit a page
 # rungs of the waterfall that each column of variants.tsv stands for
 RUNGS = {
     "attention_impl": ("baseline_varlen", "add_jfa_v4"), "gdpa_impl": ("add_jfa_v4", "rung_gdpa"),
@@ -42,7 +43,8 @@ def draw(source):
     saved, checked = savings(timed, steps.shares(source, device)), steps.predicted(source, device) if device else None
     below = len(saved) > 0 or (checked is not None and len(checked) > 1)
     counts = [max(4, block.subject.nunique()) for block in blocks] + ([9] if below else [])
-    figure, axes = style.panels(len(counts), 2, height=0.19 * sum(counts) / len(counts) + 0.6, height_ratios=counts)
+    a_bar = min(0.19, TALLEST / sum(counts))
+    figure, axes = style.panels(len(counts), 2, height=a_bar * sum(counts) / len(counts) + 0.6, height_ratios=counts)
     for row, block in zip(axes, blocks, strict=False):
         bars(row, block, source.device_label(block.device.iloc[0]))
     tables = [block.assign(panel="throughput") for block in blocks]

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
 from figures import cli, style, training
-from figures.load import NoDataError, select
+from figures.load import NoDataError, best_device_first, select
 
 ID = "F23"
 CAPTION = (
@@ -16,8 +16,8 @@ CAPTION = (
     "over seeds with 20 and 80 % quantiles; the dashed line is the NE of the true probabilities, which no model "
     "can beat. Diamonds: the variant with everything at several sizes of the model on the same data, and a power law "
     "fitted to their NE above that line. Lower left is better. Right: NE above that floor for full, window and block "
-    "self-attention, over the weight that the label law gives to interactions with events more than 64 back. "
-    "Synthetic data, small models."
+    "self-attention (full: black), over the weight that the label law gives to interactions with events more than 64 back. "
+    "Synthetic data, small models; a row of panels a device, each with data of its own."
 )
 MODES = {"drop_block": "full", "drop_block_for_window": "window", "full": "block"}
 # variant -> where its name stands: offset in points, and which end of the text is at the point
@@ -31,49 +31,67 @@ COLUMNS = ["panel", "device", "case", "subject", "group", "x", "value", "low", "
 
 
 def draw(source):
-    left_rows, right_rows, sizes = against_flops(source), against_weight(source), against_size(source)
-    if left_rows.empty and right_rows.empty and sizes.empty:
+    """A row of panels a device: devices train on data of their own, whose floors differ."""
+    tables = [against_flops(source), against_size(source), against_weight(source)]
+    devices = best_device_first(pd.concat([table.device for table in tables]).dropna().unique())
+    if not devices:
         raise NoDataError("no records of train or quality (ne_ctr)")
-    figure, axes = style.panels(1, 2, height=2.9)
-    left, right = axes[0]
-    for row in left_rows.itertuples():
+    figure, axes = style.panels(len(devices), 2, height=2.9 if len(devices) == 1 else 2.4)
+    parts = []
+    for row, device in zip(axes, devices, strict=True):
+        trained, sizes, weights = (table[table.device == device] for table in tables)
+        floor = select(source.frame("train"), metric="ne_bayes_ctr", device=device).p50
+        fit = left_panel(row[0], trained, sizes, floor.median() if len(floor) else None)
+        right_panel(row[1], weights)
+        row[0].set_title(f"{source.device_label(device)}: NE against FLOPs")
+        row[1].set_title("Length of attention")
+        parts += [trained, weights, sizes.reindex(columns=COLUMNS), pd.DataFrame(fit, columns=COLUMNS)]
+    style.legend(figure, axes.flat)
+    return figure, pd.concat([part for part in parts if len(part)], ignore_index=True)[COLUMNS]
+
+
+def left_panel(axis, trained: pd.DataFrame, sizes: pd.DataFrame, floor: float | None) -> list[dict]:
+    """NE over FLOPs of one device; returns the row of the fit over sizes, if there is one."""
+    for row in trained.itertuples():
         look = style.look("group", row.group)
         error = [[max(0.0, row.value - row.low)], [max(0.0, row.high - row.value)]]
-        left.errorbar(row.x, row.value, yerr=error, fmt=look.marker, color=look.color, elinewidth=0.8, label=look.label)
+        axis.errorbar(row.x, row.value, yerr=error, fmt=look.marker, color=look.color, elinewidth=0.8, label=look.label)
         if row.subject in NAMED:
             *offset, side = NAMED[row.subject]
-            left.annotate(row.subject, (row.x, row.value), xytext=offset, textcoords="offset points", ha=side)
-    floor = select(source.frame("train"), metric="ne_bayes_ctr").p50
-    if len(floor):
-        left.axhline(floor.median(), color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
-    fits = []
-    for device, part in sizes.groupby("device", sort=False):
-        part = part.sort_values("x")
-        left.plot(part.x, part.value, color=style.INK, marker="D", markersize=3, linestyle="", label="sizes of full")
+            axis.annotate(row.subject, (row.x, row.value), xytext=offset, textcoords="offset points", ha=side)
+    if floor is not None:
+        axis.axhline(floor, color=style.INK, linestyle="--", linewidth=0.8, label="true probabilities")
+    fit = []
+    if len(sizes):
+        part = sizes.sort_values("x")
+        axis.plot(part.x, part.value, color=style.INK, marker="D", markersize=3, linestyle="", label="sizes of full")
         law = power_law(part.x, part.value - part.floor)
         if law is not None:
-            x = np.geomspace(part.x.min(), part.x.max(), 50)
-            floor, (factor, exponent) = part.floor.median(), law
+            x, lowest, (factor, exponent) = np.geomspace(part.x.min(), part.x.max(), 50), part.floor.median(), law
             label = rf"floor + $a\,C^{{{exponent:.2f}}}$"
-            left.plot(x, floor + factor * x**exponent, color=style.INK, linewidth=0.8, label=label)
-            fits.append({"panel": "fit", "device": device, "subject": "full", "x": exponent, "value": factor})
-    left.set(xscale="log", xlabel="FLOPs of the training run", ylabel="NE (click), held out", title="NE against FLOPs")
+            axis.plot(x, lowest + factor * x**exponent, color=style.INK, linewidth=0.8, label=label)
+            fit.append(
+                {"panel": "fit", "device": part.device.iloc[0], "subject": "full", "x": exponent, "value": factor}
+            )
+    axis.set(xscale="log", xlabel="FLOPs of the training run", ylabel="NE (click), held out")
     # Runs of one tier often lie within a decade, where a logarithmic axis by itself labels nothing.
-    left.xaxis.set_major_locator(FixedLocator(round_numbers(*left.get_xlim())))
-    left.xaxis.set_major_formatter(FuncFormatter(scientific))
-    left.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axis.get_xlim()
+    axis.set_xlim(low / (high / low) ** 0.5, high)  # names stand to the left of their points
+    axis.xaxis.set_major_locator(FixedLocator(round_numbers(*axis.get_xlim())))
+    axis.xaxis.set_major_formatter(FuncFormatter(scientific))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    return fit
+
+
+def right_panel(axis, weights: pd.DataFrame) -> None:
+    """NE above the floor over the weight of far interactions, of one device."""
     for mode in ("full", "window", "block"):
-        part = right_rows[right_rows["group"] == mode]
+        part = weights[weights["group"] == mode]
         if len(part):
-            style.line(right, part, "x", "value", "attention", mode, low="low", high="high")
-    if right_rows.empty:
-        style.blank(right)
-    right.set(
-        xlabel="weight of interactions beyond 64 events", ylabel="NE above the floor", title="Length of attention"
-    )
-    style.legend(figure, [left, right])
-    parts = [left_rows, right_rows, sizes.reindex(columns=COLUMNS), pd.DataFrame(fits, columns=COLUMNS)]
-    return figure, pd.concat([part for part in parts if len(part)], ignore_index=True)[COLUMNS]
+            style.line(axis, part, "x", "value", "attention", mode, low="low", high="high")
+    if weights.empty:
+        style.blank(axis)
+    axis.set(xlabel="weight of interactions beyond 64 events", ylabel="NE above the floor")
 
 
 def power_law(x: pd.Series, excess: pd.Series) -> tuple[float, float] | None:
