@@ -16,8 +16,8 @@ CAPTION = (
     "over seeds with 20 and 80 % quantiles; the dashed line is the NE of the true probabilities, which no model "
     "can beat. Diamonds: the variant with everything at several sizes of the model on the same data, and a power law "
     "fitted to their NE above that line. Lower left is better. Right: NE above that floor for full, window and block "
-    "self-attention (full: black), over the weight that the label law gives to interactions with events more than 64 back. "
-    "Synthetic data, small models; a row of panels a device, each with data of its own."
+    "self-attention (full: black), over the weight that the label law gives to interactions with events more than 64 "
+    "back. Synthetic data, small models; a row of panels a device, each with data of its own."
 )
 MODES = {"drop_block": "full", "drop_block_for_window": "window", "full": "block"}
 # variant -> where its name stands: offset in points, and which end of the text is at the point
