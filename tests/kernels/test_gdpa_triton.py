@@ -285,7 +285,8 @@ def test_defaults_compile_for_hopper(phase, head_dim):
 def test_candidates_compile_for_hopper(phase, head_dim):
     for config in configs.candidates(phase, head_dim):
         kernel = compiled(phase, config, head_dim)
-        assert kernel.local_bytes <= max(256, MAX_LOCAL[phase]) and kernel.shared_bytes <= 232448, (config, kernel)
+        limit = 256 if phase.startswith("fwd") else MAX_LOCAL[phase]  # of forward tiles that are not the defaults
+        assert kernel.local_bytes <= limit and kernel.shared_bytes <= 232448, (config, kernel)
 
 
 def test_the_query_tile_follows_the_mean_length():
