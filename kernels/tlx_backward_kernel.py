@@ -123,7 +123,7 @@ def stream(
             kv_count += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stat_stride", "counter_stride"])
 def backward_kernel(
     desc_q,
     desc_do,

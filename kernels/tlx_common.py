@@ -76,7 +76,7 @@ def add_ragged(desc, buffer, first, size, row, column):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "q_rows_total", "dense_rows", "slots"])
 def _tile_table_kernel(
     ends,
     order,

@@ -77,3 +77,20 @@ def _table(schema: Schema, rows: int, data: dict, rng: np.random.Generator, give
     columns["click"] = pa.array(click)
     columns["conversion"] = pa.array(click * (rng.random(rows) < CONVERSION_RATE).astype(np.int8))
     return pa.table(columns)
+
+
+def draft(schema: Schema, settings: dict, data: dict, seed: int = 0) -> MemorySplit:
+    """One batch to compile on while others compile: whole in samples, small in events.
+
+    settings: a tier's section `step`. The compiler takes sizes it meets first for usual, and what it derives from them
+    holds for a range: with few samples it would compile what works on samples once more for a whole batch. So there are
+    `batch` samples, of which `draft` have histories of real lengths and the others none.
+    """
+    rows, full = settings["batch"], min(settings["draft"], settings["batch"])
+    rng = np.random.default_rng([seed, full])
+    lengths = {}
+    for event in schema.events:
+        law = LengthLaw(data["length_law"], event.max_length, float(data["fill"]), float(data["length_cv"]))
+        lengths[event.name] = np.zeros(rows, np.int64)
+        lengths[event.name][:full] = law.sample(full, rng)
+    return MemorySplit(schema, rows, data, seed, lengths)

@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+import numpy as np
+
 from gem import compile as compilation
 from gem import config as configuration
 from gem import hardware, metrics, record, report, train
@@ -65,8 +67,9 @@ class CellTask:
         self.lengths = cells.median_lengths(self.config, self.data, self.settings["batch"])
         self.found: dict[int, Measured] = {}
         self.built = {}
-        # the first sizes that the compiler meets are those it takes for usual
-        draft = {name: lengths[: self.settings["draft"]] for name, lengths in self.lengths.items()}
+        # as in batches.draft: whole in samples, small in events
+        few = np.arange(self.settings["batch"]) < self.settings["draft"]
+        draft = {name: np.where(few, lengths, 0) for name, lengths in self.lengths.items()}
         sizes = [cells.Inputs(self.config, found, self.device) for found in (draft, cells.small_lengths(self.data))]
         count = len(self.lengths) if self.cell.kind in PER_EVENT else 1
         for event in range(count):
@@ -138,7 +141,7 @@ class FixedTask:
         for layer in self.model.layers:  # only brings the heads their input; it is timed as cells
             for module in layer.modules():
                 compilation.leave_plain(module)
-        draft = batches.MemorySplit(small.schema, self.settings["draft"], data)
+        draft = batches.draft(small.schema, self.settings, data)
         for split in (draft, small):
             parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
         step.release(self.device)

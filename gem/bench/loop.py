@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gem import train
@@ -23,15 +24,21 @@ MIN_STEPS, MAX_STEPS = 6, 200
 
 @dataclass(frozen=True)
 class Done:
-    """Timed steps: quantiles of one step, seconds of all together, and what they read."""
+    """Timed steps: quantiles of one step, milliseconds of each, and what each read."""
 
     timing: Timing
-    seconds: float
+    times: tuple[float, ...]
     counts: tuple[Counts, ...]
 
-    @property
-    def samples(self) -> int:
-        return sum(item.batch for item in self.counts)
+    def rate(self, amounts: Iterable[float]) -> tuple[float, float, float]:
+        """What the steps did of `amounts`, one a step, in a second: (p50, p20, p80) over steps."""
+        rates = [amount * 1e3 / ms for amount, ms in zip(amounts, self.times, strict=True)]
+        p20, p50, p80 = np.quantile(rates, (0.2, 0.5, 0.8))
+        return float(p50), float(p20), float(p80)
+
+    def samples_per_s(self) -> tuple[float, float, float]:
+        """(p50, p20, p80) over steps."""
+        return self.rate([item.batch for item in self.counts])
 
 
 class Loop:
@@ -72,7 +79,7 @@ class Loop:
         if self.watch is not None:  # raises if a loss was not finite
             for _ in self.watch.flush():
                 pass
-        return Done(Timing.of(times, warmup), sum(times) / 1e3, tuple(self.counts))
+        return Done(Timing.of(times, warmup), tuple(times), tuple(self.counts))
 
     def profiled(self, steps: int) -> dict[str, float]:
         """Milliseconds of a step by component, see gem.bench.components."""

@@ -89,10 +89,9 @@ class Bench:
         done = loop.timed(self.section["warmup"], self.section["repeat_ms"] / 2)
         memory = hardware.peak_memory_gib(self.device)
         time = done.timing
-        rate = time.rate(done.samples / len(done.counts))
         return {
             "time_ms": (time.p50, time.p20, time.p80),
-            "qps": rate,
+            "qps": done.samples_per_s(),
             "peak_mem_gib": (memory, None, None),
         }
 

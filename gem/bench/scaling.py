@@ -90,7 +90,7 @@ class Case:
         self.data = single.Data(self.split, self.split)
         self.device = job.rank.device
         self.warmup = self.settings["warmup"] + self.settings["batches"]
-        draft = parity.whole_batch(batches.MemorySplit(schema, self.settings["draft"], tier["data"], SEED), self.device)
+        draft = parity.whole_batch(batches.draft(schema, self.settings, tier["data"], SEED), self.device)
         weightless = {task: torch.zeros_like(weight) for task, weight in draft.weights.items()}
         self.draft = dataclasses.replace(draft, weights=weightless)  # nothing is learned from it
 
@@ -129,13 +129,13 @@ def alone(case: Case, model: GEM) -> Alone:
     finally:
         loop.close()
     peak = hardware.peak(device)
-    work = model_work.of_steps(model, config, done.counts)
+    works = [model_work.of_steps(model, config, [item]).model for item in done.counts]
     timed = units.time_parts(units.parts_of(model, batch, config), device, case.settings["part_ms"])
     return Alone(
         sums,
         done.timing,
-        done.samples / done.seconds,
-        metrics.mfu(work.model, done.seconds, peak.flops),
+        done.samples_per_s()[0],
+        done.rate(works)[0] / peak.flops,
         units.local_mfu(timed, peak.flops),
     )
 

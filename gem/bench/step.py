@@ -20,7 +20,7 @@ import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,8 +109,9 @@ class StepTask:
             # the check runs the model several times, so its tables must not learn in between
             still = dataclasses.replace(self.config, train=dataclasses.replace(self.config.train, table_lr=1e-30))
             self.model = train.build(still, Data(self.small, self.small), SEED, self.device)
-            draft = batches.MemorySplit(self.small.schema, self.settings["draft"], data, SEED)
-            for split in (draft, self.small):
+            compiled = self.config.implementations.compile != "eager"
+            drafts = [batches.draft(self.small.schema, self.settings, data, SEED)] if compiled else []
+            for split in (*drafts, self.small):
                 parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
             hardware.synchronize(self.device)
             self.model.layers.to("cpu")
@@ -190,22 +191,21 @@ class StepTask:
             self.forget()
 
     def add_step(self, run: record.Run, base: dict, done: Done, memory: float, peak: hardware.Peak) -> float:
-        """Rows of timed steps; returns the MFU."""
-        work, timing, batch = (
-            model_work.of_steps(self.model, self.config, done.counts),
-            done.timing,
-            done.counts[0].batch,
-        )
+        """Rows of timed steps; returns the MFU. Rates are those of the median step; the slowest step is named, since a
+        median is silent about it."""
+        works, timing = [model_work.of_steps(self.model, self.config, [item]) for item in done.counts], done.timing
+        batch = done.counts[0].batch
         note, whole = f"local batch {batch}", "" if self.device.type == "cuda" else ", of the whole process"
         common = base | {"note": note, "n": timing.n}
-        run.add(**common, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80)
-        _, slow, fast = timing.rate(batch)
-        run.add(**common, metric="qps", p50=done.samples / done.seconds, p20=slow, p80=fast)
-        mfu = metrics.mfu(work.model, done.seconds, peak.flops)
-        run.add(**common | {"note": f"{note}; peak: {peak.name}"}, metric="mfu", p50=mfu)
-        run.add(**common | {"note": f"{note}; every product ran in {self.config.dtype}"}, metric="mfu_mixed", p50=mfu)
-        run.add(**common, metric="hfu", p50=metrics.mfu(work.done, done.seconds, peak.flops))
-        run.add(**common, metric="tokens_per_s", p50=work.tokens / done.seconds)
+        slowest = f"{note}; slowest step {max(done.times):.4g} ms"
+        run.add(**common | {"note": slowest}, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80)
+        add_rate(run, common, "qps", done.samples_per_s())
+        useful = [value / peak.flops for value in done.rate(work.model for work in works)]
+        add_rate(run, common | {"note": f"{note}; peak: {peak.name}"}, "mfu", useful)
+        add_rate(run, common | {"note": f"{note}; every product ran in {self.config.dtype}"}, "mfu_mixed", useful)
+        add_rate(run, common, "hfu", [value / peak.flops for value in done.rate(work.done for work in works)])
+        add_rate(run, common, "tokens_per_s", done.rate(work.tokens for work in works))
+        mfu, work = useful[0], model_work.of_steps(self.model, self.config, done.counts)
         run.add(**base, metric="peak_mem_gib", p50=memory, note=note + whole)
         run.add(**base | {"phase": "model"}, metric="flops_per_sample", p50=work.model / work.samples)
         run.add(**base | {"phase": "model"}, metric="local_batch", p50=batch)
@@ -213,7 +213,7 @@ class StepTask:
 
     def add_profile(self, run: record.Run, found: dict[str, float], done: Done) -> None:
         """Rows of components. Copies of the next batch run beside the step and are no part of it."""
-        step = done.seconds / len(done.counts) * 1e3
+        step = done.timing.p50
         beside = found.pop(components.INPUT, 0.0)
         found["idle"] = max(0.0, step - sum(found.values()))
         for name, value in (found | {components.INPUT: beside}).items():
@@ -309,6 +309,12 @@ def with_tables(model: GEM, config: Config, schema: Schema, device: torch.device
             model.history.tables = HistoryTables(config, schema, device).tables
     model.schema = schema
     return fused_tables.apply(model, config) if fused else model
+
+
+def add_rate(run: record.Run, common: dict, metric: str, rate: Sequence[float]) -> None:
+    """A row of (p50, p20, p80) over steps."""
+    p50, p20, p80 = rate
+    run.add(**common, metric=metric, p50=p50, p20=p20, p80=p80)
 
 
 def status_of(error: Exception) -> tuple[str, str]:

@@ -90,7 +90,7 @@ def _weights(s, count, scale):
     return p, tl.sum(p, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "total"])
 def forward_kernel(
     Q, K, V, O, cos, sin, offsets, tiles, count,
     sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, so_t, so_h, sc_t, ss_t, s_off, num_sequences, total, num_heads, head_groups,
@@ -131,7 +131,7 @@ def forward_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "total"])
 def backward_kernel(
     DO, Q, K, V, DQ, DK, DV, cos, sin, offsets, tiles, count,
     sg_t, sg_h, sq_t, sq_h, sk_t, sk_h, sv_t, sv_h, sdq_t, sdq_h, sdk_t, sdk_h, sdv_t, sdv_h, sc_t, ss_t, s_off,

@@ -167,9 +167,12 @@ def _pffn_context(ctx, inputs, output):
     rows = q if ctx.settings[-1] in KEEP_QUERIES else s
     ctx.save_for_backward(rows, k, v, o, inverse, q_offsets, kv_offsets)
     ctx.mark_non_differentiable(o, q, inverse)
+    ctx.set_materialize_grads(False)  # else autograd fills zeros for the three that have no gradient
 
 
 def _pffn_backward(ctx, dout, *_):
+    if dout is None:  # nothing was made of the output
+        return (None,) * 12
     return *pffn_backward_op(unit_last_stride(dout), *ctx.saved_tensors, *ctx.settings), *[None] * 9
 
 

@@ -23,7 +23,7 @@ def runs_on(x: torch.Tensor) -> bool:
     return quantizer_runs_on(x) and x.shape[1] <= MAX_COLUMNS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "stored_rows", "s_column"])
 def norm_quantize_kernel(
     x,
     data,

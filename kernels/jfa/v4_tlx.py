@@ -95,7 +95,7 @@ def masked(s, row, key, kv_size, WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lse_stride"])
 def attention_fwd_kernel(
     desc_q,
     desc_k,

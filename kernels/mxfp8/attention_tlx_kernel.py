@@ -105,7 +105,7 @@ def score_product(q_buffer, k_buffer, HEAD_DIM: tl.constexpr, BLOCK_N: tl.conste
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "lse_stride"])
 def attention8_kernel(
     desc_q,
     desc_k,

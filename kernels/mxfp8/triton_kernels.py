@@ -150,7 +150,7 @@ def key_order(x, R: tl.constexpr, C: tl.constexpr):
     return tl.reshape(tl.permute(tl.reshape(x, [R // 16, 2, 4, 2, C]), [0, 2, 1, 3, 4]), [R, C])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "rows", "stored_rows", "s_row", "s_middle", "s_column"])
 def quantize_kernel(
     x,
     data,

@@ -43,7 +43,7 @@ def round_nearest(x, FORMAT: tl.constexpr):
     return (clamped + magic) - magic
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "x_outer"])
 def round_kernel(
     x,
     out,
@@ -86,7 +86,7 @@ def round_kernel(
     tl.store(out + place, rounded, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def rotate_kernel(x, out, signs, groups, BACK: tl.constexpr, GROUPS: tl.constexpr):
     """Groups of 32 of contiguous x through the random Hadamard transform, or back."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)

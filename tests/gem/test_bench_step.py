@@ -160,10 +160,19 @@ def test_steps_are_real_training_and_fill_the_time(config):
     done = made.timed(2, 90.0, Clock())
     made.close()
     assert len(done.counts) == done.timing.n == 9 and done.timing.warmup == 2 and made.steps == 11
-    assert done.seconds == pytest.approx(0.09) and done.samples == 72
+    assert done.samples_per_s() == pytest.approx((800.0,) * 3)  # 8 samples in 10 ms
+    assert done.rate(range(9)) == pytest.approx((400.0, 160.0, 640.0))  # median and quantiles of the steps' own rates
     assert not torch.equal(before, made.model.heads.logit["ctr"].weight)
     totals = [item.events("impression") for item in done.counts]
     assert len(set(totals)) >= 3  # four batches of eight rows in rotation, shuffled anew in each epoch
+
+
+def test_a_draft_is_whole_in_samples_and_small_in_events(config):
+    data, settings = configuration.load_tier("smoke")["data"], {"batch": 32, "draft": 4}
+    made = batches.draft(batches.schema_of(data, 100), settings, data)
+    assert made.num_rows == 32
+    for lengths in made.batch(np.arange(32)).lengths.values():
+        assert (lengths[4:] == 0).all() and lengths[:4].sum() > 0
 
 
 def test_few_steps_are_never_fewer_than_six(config):
