@@ -54,7 +54,7 @@ CHECKS = {
     "random_batches": Check(
         (*_TESTS, "-m", "gpu and slow", "-k", "thousand", "-n", "5"), r"(\d+) passed", covered=1000
     ),
-    "default_tests": Check((*_TESTS, "-m", "gpu and not slow", "-n", "3"), r"(\d+) passed"),
+    "default_tests": Check((*_TESTS, "-m", "gpu and not slow", "-n", "6"), r"(\d+) passed"),
 }
 
 
