@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import nn
 
 from gem.config import Checkpointing, Config, GdpaImpl, Layout, SelfAttention
 from gem.counts import Counts
 from gem.model import GEM
+from gem.precision import MXLinear
 from gem.sequence import PersonalisedFeedForward, Pooler, SelfAttentionBlock
 from kernels import flops
 
 
 @dataclass(frozen=True)
 class Work:
-    """Sums over steps. model: useful FLOPs, 3 x forward. done: with what is computed again in the backward. tokens:
-    valid events. samples: of all steps."""
+    """Sums over steps. model: useful FLOPs, 3 x forward. low: those of them in 8-bit products. done: with what is
+    computed again in the backward. tokens: valid events. samples: of all steps."""
 
     model: int
+    low: int
     done: int
     tokens: int
     samples: int
@@ -28,8 +33,38 @@ def of_steps(model: GEM, config: Config, counts: Iterable[Counts]) -> Work:
     counts = list(counts)
     useful = sum(model.step_flops(item) for item in counts)
     again = sum(recomputed(model, config, item) for item in counts)
+    low = sum(low_flops(model, item) for item in counts)
     tokens = sum(item.events(name) for item in counts for name in item.lengths)
-    return Work(useful, useful + again, tokens, sum(item.batch for item in counts))
+    return Work(useful, low, useful + again, tokens, sum(item.batch for item in counts))
+
+
+def low_flops(model: GEM, counts: Counts) -> int:
+    """Useful FLOPs of a step in 8-bit products, as gem/precision.py put them on: of a linear layer the products that
+    its recipe names, of attention the forward pass, whose backward runs in the precision of its inputs. Format mx is
+    emulated, so none of its products are."""
+    products: dict[int, list[MXLinear]] = {}
+    for module in model.modules():
+        if isinstance(module, MXLinear) and module.recipe.format == "hopper":
+            recipe = module.recipe
+            products.setdefault(recipe.fprop + recipe.dgrad + recipe.wgrad, []).append(module)
+    total = sum(number * linears_flops(model, linears, counts) for number, linears in products.items())
+    for module, lengths in attentions(model, counts):
+        if module.precision is not None and module.precision.format == "hopper":
+            total += attention_flops(module, lengths)
+    return total
+
+
+def linears_flops(model: GEM, linears: Sequence[MXLinear], counts: Counts) -> int:
+    """Forward FLOPs of some linear layers of a model: what it has less without their outputs."""
+    whole = sum(model.flops(counts).values())
+    outputs = [linear.out_features for linear in linears]
+    try:
+        for linear in linears:
+            linear.out_features = 0
+        return whole - sum(model.flops(counts).values())
+    finally:
+        for linear, number in zip(linears, outputs, strict=True):
+            linear.out_features = number
 
 
 def recomputed(model: GEM, config: Config, counts: Counts) -> int:
@@ -42,13 +77,19 @@ def recomputed(model: GEM, config: Config, counts: Counts) -> int:
     total = 0
     if config.toggles.checkpointing is Checkpointing.UNIFORM and config.implementations.compile == "eager":
         total += sum(sum(layer.flops(counts).values()) for layer in model.layers)
+    for module, lengths in attentions(model, counts):
+        if not (isinstance(module, PersonalisedFeedForward) and keeps_scores(config)):
+            total += attention_flops(module, lengths) // 2  # one of the two products
+    return total
+
+
+def attentions(model: GEM, counts: Counts) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Modules that compute attention, and the lengths int64 [B] of their events."""
     for layer in model.layers:
         for name, branch in layer.branches.items():
-            lengths = counts.lengths[name.removesuffix("_branch")]
             for module in (branch.feed_forward, branch.attention, branch.pooler):
-                if module is not None and not (isinstance(module, PersonalisedFeedForward) and keeps_scores(config)):
-                    total += attention_flops(module, lengths) // 2  # one of the two products
-    return total
+                if module is not None:
+                    yield module, counts.lengths[name.removesuffix("_branch")]
 
 
 def keeps_scores(config: Config) -> bool:

@@ -44,9 +44,9 @@ PARTS = ("step", "units", "profile", "largest")
 # What decides the numbers: kernels, model and training, and how they are timed. Also in config/experiments.tsv.
 _MODEL = (
     "train model sequence attention interaction experts norms heads embeddings fused_tables optim watch dataset "
-    "sampler balance compile checkpointing config sizes counts"
+    "sampler balance compile checkpointing config sizes counts precision"
 ).split()
-_OWN = "step loop batches units components model_work parity farm timing".split()
+_OWN = "step loop batches units components model_work parity low_reference farm timing".split()
 SOURCES = ("kernels", *(f"gem/{name}.py" for name in _MODEL), *(f"gem/bench/{name}.py" for name in _OWN))
 TOTAL_STEPS = 1000  # of the learning-rate schedule; times do not depend on it
 PROFILED_STEPS = 2
@@ -98,7 +98,8 @@ class StepTask:
         are what the compiler takes for usual) and tried on the small batch of the check; the data. Leaves the layers in
         host memory, since the device is shared until the last is ready."""
         self.device = hardware.open_device(self.config.device)
-        if self.config.toggles.precision is not Precision.BF16:
+        low = self.config.toggles.precision is not Precision.BF16
+        if low and self.config.implementations.precision == "mx":
             self.failure = ("unsupported", "MX runs as emulated numerics here: its time says nothing of the format")
             return
         data = configuration.load_tier(self.options.tier)["data"]
@@ -202,7 +203,7 @@ class StepTask:
         add_rate(run, common, "qps", done.samples_per_s())
         useful = [value / peak.flops for value in done.rate(work.model for work in works)]
         add_rate(run, common | {"note": f"{note}; peak: {peak.name}"}, "mfu", useful)
-        add_rate(run, common | {"note": f"{note}; every product ran in {self.config.dtype}"}, "mfu_mixed", useful)
+        self.add_mixed(run, common, done, works, peak)
         add_rate(run, common, "hfu", [value / peak.flops for value in done.rate(work.done for work in works)])
         add_rate(run, common, "tokens_per_s", done.rate(work.tokens for work in works))
         mfu, work = useful[0], model_work.of_steps(self.model, self.config, done.counts)
@@ -210,6 +211,21 @@ class StepTask:
         run.add(**base | {"phase": "model"}, metric="flops_per_sample", p50=work.model / work.samples)
         run.add(**base | {"phase": "model"}, metric="local_batch", p50=batch)
         return mfu
+
+    def add_mixed(
+        self, run: record.Run, common: dict, done: Done, works: Sequence[model_work.Work], peak: hardware.Peak
+    ) -> None:
+        """The MFU that divides the FLOPs of each precision by its own peak; equal to the MFU where nothing ran in 8
+        bits. On a CPU such products are emulated, at the one peak that a CPU has."""
+        share = sum(work.low for work in works) / sum(work.model for work in works)
+        eight = peak
+        if share and self.device.type == "cuda":
+            eight = hardware.dense_peak(hardware.device_name(self.device), "fp8")
+        note = f"every product ran in {self.config.dtype}"
+        if share:
+            note = f"{share:.1%} of the FLOPs in 8 bits; peak: {eight.name}"
+        rates = done.rate((work.model - work.low) / peak.flops + work.low / eight.flops for work in works)
+        add_rate(run, common | {"note": f"{common['note']}; {note}"}, "mfu_mixed", rates)
 
     def add_profile(self, run: record.Run, found: dict[str, float], done: Done) -> None:
         """Rows of components. Copies of the next batch run beside the step and are no part of it."""
