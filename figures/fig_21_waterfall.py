@@ -12,13 +12,14 @@ ID = "F21"
 CAPTION = (
     "On a GPU: training throughput (left) and MFU (right) of one model at one local batch as each optimisation is put "
     "on top of those before it, in the source's order; both baselines and the variant with the baseline's own "
-    "mathematics beside them. Below, milliseconds of a step that each optimisation saves after those before it (step "
-    "by step, measured) and on average over all orders (Shapley values of sums of modules timed alone), and those sums "
-    "against real steps: the dashed lines are 5 % off. Elsewhere: a baseline plus one optimisation, in training; on a "
-    "CPU everything runs in plain torch, so its bars show what changes the mathematics or the padding, not kernels. "
-    "MFU counts useful model FLOPs only, on a GPU over its bf16 dense peak, on a CPU over its measured rate of matrix "
-    "products; variants that skip work have other FLOPs, so read MFU and throughput together. Whiskers: 20 and 80 % "
-    "quantiles."
+    "mathematics beside them; last, everything with attention (forward), linear layers (but gradients of weights) or "
+    "both in 8 bits. Below, milliseconds of a step that each optimisation saves after those before it (step by step, "
+    "measured) and on average over all orders (Shapley values of sums of modules timed alone), and those sums against "
+    "real steps: the dashed lines are 5 % off. Elsewhere: a baseline plus one optimisation, in training; on a CPU "
+    "everything runs in plain torch, so its bars show what changes the mathematics or the padding, not kernels. MFU "
+    "counts useful model FLOPs only, on a GPU over its bf16 dense peak, on a CPU over its measured rate of matrix "
+    "products; ticks divide the FLOPs of each precision by its own peak. Variants that skip work have other FLOPs, so "
+    "read MFU and throughput together. Whiskers: 20 and 80 % quantiles."
 )
 SHOWN = ("baseline", "add_one", "full")
 TALLEST = 5.6  # inches of bars, so that the figure and its caption fit a page
@@ -56,14 +57,16 @@ def draw(source):
 
 
 def waterfall(source, device: str) -> pd.DataFrame:
-    """Rows of qps and mfu of the rungs in order, the variant of the same mathematics last; column label."""
-    rows = training.by_variant(source, "step", ("qps", "mfu"))
+    """Rows of qps and mfu of the rungs in order, then of the variant of the same mathematics and of those in 8 bits,
+    which have mfu_mixed too; column label."""
+    rows = training.by_variant(source, "step", ("qps", "mfu", "mfu_mixed"))
     rows = rows[rows.device == device]
-    order = steps.WATERFALL | steps.SAME_MATH
-    rows = rows[rows.subject.isin(order)]
+    order = steps.WATERFALL | steps.SAME_MATH | steps.LOW_PRECISION
+    rows = rows[rows.subject.isin(order) & ((rows.metric != "mfu_mixed") | rows.subject.isin(steps.LOW_PRECISION))]
     place = {name: index for index, name in enumerate(order)}
     # a row of the sheet serves two ends: what is added alone, or left out of full, is also a rung
     group = ["waterfall" if name not in ("baseline", "full") else name for name in rows.group]
+    group = ["low" if name in steps.LOW_PRECISION else own for name, own in zip(rows.subject, group, strict=True)]
     return rows.assign(group=group, label=rows.subject.map(order), place=rows.subject.map(place)).sort_values(
         ["place", "metric"], kind="stable"
     )
@@ -79,6 +82,10 @@ def bars(row, block: pd.DataFrame, device: str) -> None:
                 axis, names.index(item.subject), item.p50 * factor, "group", item.group, horizontal=True,
                 low=item.p20 * factor, high=item.p80 * factor,
             )  # fmt: skip
+        mixed = block[block.metric == "mfu_mixed"] if metric == "mfu" else block[:0]
+        if len(mixed):
+            places = [names.index(name) for name in mixed.subject]
+            axis.plot(mixed.p50 * factor, places, "|", color=style.INK, markersize=7, label="peak of each precision")
         axis.set_yticks(range(len(names)), [labels.get(name, name) for name in names] if metric == "qps" else [])
         axis.invert_yaxis()
         axis.grid(axis="y", visible=False)

@@ -23,6 +23,12 @@ WATERFALL = {
     "full": "+ balanced batches (full)",
 }
 SAME_MATH = {"full_same_math": "full, mathematics of the baseline"}
+# on top of full; attention in 8 bits spares blocks, which have no 8-bit kernel
+LOW_PRECISION = {
+    "mxfp8_attention": "full, attention in 8 bits",
+    "mxfp8_mlp": "full, linear layers in 8 bits",
+    "mxfp8_full": "full, both in 8 bits",
+}
 COLUMNS = {
     "attention_impl": "attention kernels", "gdpa_impl": "GDPA kernel", "self_attention": "64-token blocks",
     "rotary": "fused rotary", "norm": "fused norms", "compskip": "CompSkip", "pooling": "seed pooling",

@@ -185,6 +185,7 @@ FAMILIES: dict[str, dict[str, Look]] = {
         "drop_one": Look(ORANGE, "v", "-", "\\\\", "full - one"),
         "full": Look(BLUE, "*", "-", "xx", "full"),
         "quality": Look(PURPLE, "s", "-", "..", "quality study"),
+        "low": Look(VERMILION, "X", "-", "++", "full in 8 bits"),
     },
     "checkpointing": {
         "uniform": Look(GREY, "s", "--", "..", "one budget for all regions"),

@@ -12,10 +12,11 @@ CAPTION = (
     "Every variant against its base: held-out NE of both tasks, training throughput and MFU, medians over seeds; "
     "spread: 80 % minus 20 % quantile of NE. Changes of NE are means over seeds of the difference to the base with the "
     "same seed, \u00b1 half the width of their 95 % confidence interval (Student's t). MFU counts "
-    "useful FLOPs on the variant's own mathematics. Rows whose case is a preset are steps timed alone on a GPU at one "
-    "local batch; the others come from training runs."
+    "useful FLOPs on the variant's own mathematics, on a GPU over its bf16 peak; mixed MFU divides the FLOPs of each "
+    "precision by its own peak. Rows whose case is a preset are steps timed alone on a GPU at one local batch; the "
+    "others come from training runs."
 )
-METRICS = ("ne_ctr", "ne_cvr", "qps", "mfu", "time_ms", "peak_mem_gib", "flops_per_sample")
+METRICS = ("ne_ctr", "ne_cvr", "qps", "mfu", "mfu_mixed", "time_ms", "peak_mem_gib", "flops_per_sample")
 
 
 def build(source):
@@ -53,6 +54,7 @@ def build(source):
             "samples/s": table.qps,
             "throughput / base": table.qps / of_base("qps"),
             "MFU, %": 100 * table.mfu,
+            "mixed MFU, %": 100 * table.mfu_mixed,
             "step, ms": table.time_ms,
             "peak memory, GiB": table.peak_mem_gib,
             "FLOPs a sample / base": table.flops_per_sample / of_base("flops_per_sample"),
@@ -63,7 +65,7 @@ def build(source):
 COLUMNS = [
     "device", "case", "variant", "group", "base", "NE click", "spread", "change of NE click", "\u00b1 click",
     "NE conversion", "change of NE conversion", "\u00b1 conversion", "samples/s", "throughput / base", "MFU, %",
-    "step, ms", "peak memory, GiB", "FLOPs a sample / base",
+    "mixed MFU, %", "step, ms", "peak memory, GiB", "FLOPs a sample / base",
 ]  # fmt: skip
 
 

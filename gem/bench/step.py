@@ -1,6 +1,6 @@
 """Time a training step of variants of the model: MFU, throughput, memory, and where the time goes.
 
-    python -m gem.bench.step --tier gpu --processes 24 --limit-s 240
+    python -m gem.bench.step --tier gpu --processes 27 --limit-s 330
     python -m gem.bench.step --tier gpu --variants full,baseline_varlen --parts step
 
 What is timed is `gem.train.train_step` on batches that training's own reader, balancer and prefetching bring, waiting

@@ -13,7 +13,7 @@ from .synthetic import Book
 STEP_MS = {
     "baseline_padded": 400, "add_jagged": 300, "baseline_varlen": 240, "add_jfa_v2": 220, "add_jfa_v4": 200,
     "rung_gdpa": 170, "rung_window": 150, "rung_block": 140, "rung_rotary": 130, "rung_norms": 120,
-    "rung_compskip": 110, "drop_balance": 105, "full": 100, "full_same_math": 160, "drop_gdpa": 130,
+    "rung_compskip": 110, "drop_balance": 105, "full": 100, "full_same_math": 160, "mxfp8_full": 80, "drop_gdpa": 130,
 }  # fmt: skip
 SHAPLEY = {"attention_impl": 45.0, "gdpa_impl": 30.0, "self_attention": 25.0, "rotary": 12.0, "norm": 8.0,
            "compskip": 12.0, "pooling": 3.0}  # fmt: skip
@@ -30,7 +30,8 @@ def source(tmp_path_factory):
         row = {"variant": name, "group": group, "base": "full" if group == "drop_one" else "baseline_varlen"}
         key = ("step", "base", name, "eager", "step")
         common = {"case_row": row, "run": f"step-{name}"}
-        for metric, value in (("time_ms", ms), ("qps", 1024e3 / ms), ("mfu", 20 / ms), ("peak_mem_gib", ms / 4)):
+        for metric, value in (("time_ms", ms), ("qps", 1024e3 / ms), ("mfu", 20 / ms), ("mfu_mixed", 18 / ms),
+                              ("peak_mem_gib", ms / 4)):  # fmt: skip
             book.add(*key, metric, value, **common)
         for part, share in (("attention", 0.5), ("idle", 0.1)):
             book.add("step", "base", f"{name}:{part}", "eager", "step", "time_ms", ms * share, **common)
@@ -55,9 +56,18 @@ def drawn(name, source):
 def test_rungs_stand_in_the_sources_order(source):
     rows = drawn("fig_21_waterfall", source)
     rungs = rows[(rows.panel == "throughput") & (rows.metric == "qps")]
-    assert list(rungs.subject) == [*steps.WATERFALL, *steps.SAME_MATH]
+    assert list(rungs.subject) == [*steps.WATERFALL, *steps.SAME_MATH, "mxfp8_full"]
     assert rungs.set_index("subject").p50["full"] == pytest.approx(10240)
     assert not rows.subject.str.contains("[@:]").any()  # parts and components are no rungs
+
+
+def test_rows_in_8_bits_come_last_with_the_mfu_of_both_peaks(source):
+    rows = drawn("fig_21_waterfall", source)
+    mixed = rows[rows.metric == "mfu_mixed"]
+    assert list(mixed.subject) == ["mxfp8_full"] and list(mixed.group) == ["low"]
+    assert mixed.p50.item() == pytest.approx(18 / 80)
+    table = drawn("tab_08_ablations", source).set_index("variant")
+    assert table.loc["mxfp8_full", ["MFU, %", "mixed MFU, %"]].tolist() == pytest.approx([25.0, 22.5])
 
 
 def test_savings_in_order_and_over_all_orders_are_beside_each_other(source):
