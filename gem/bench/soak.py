@@ -1,6 +1,7 @@
-"""A thousand training steps in a row: does their time or memory drift?
+"""A thousand training steps in a row: does their time or memory drift, does their loss diverge?
 
     python -m gem.bench.soak --tier gpu --variant full --steps 1000
+    python -m gem.bench.soak --tier gpu --variant mxfp8_full --steps 2000 --batch 256
 
 The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
 loss or gradient that is not finite ends the run with its step. Records `soak`, one row a window of a tenth of the
@@ -29,9 +30,12 @@ WINDOWS = 10
 SOURCES = (*STEP_SOURCES, "gem/bench/soak.py")
 
 
-def soak(variant: str, tier: str, run_name: str, steps: int, preset: str | None = None) -> None:
-    """Run and record. steps: a multiple of WINDOWS, at least two a window."""
+def soak(
+    variant: str, tier: str, run_name: str, steps: int, preset: str | None = None, batch: int | None = None
+) -> None:
+    """Run and record. steps: a multiple of WINDOWS, at least two a window. batch: the local batch, None: the tier's."""
     section, data = section_of(tier), configuration.load_tier(tier)["data"]
+    section = section | {"batch": batch or section["batch"]}
     config = with_batch(configuration.load(variant, tier, preset), section["batch"])
     device = hardware.open_device(config.device)
     schema = batches.schema_of(data, section["table_rows"])
@@ -61,6 +65,7 @@ def soak(variant: str, tier: str, run_name: str, steps: int, preset: str | None 
         run_name, "soak", name=f"soak-{variant}", case_row=config.row, config=settings, sources=SOURCES
     ) as run:
         base = {"subject": variant, "impl": report.implementation(config), "phase": "step"}
+        base["note"] = f"local batch {section['batch']}"
         for window, (timing, memory, seen) in enumerate(found):
             row = base | {"case": f"steps_{(window + 1) * steps // WINDOWS}"}
             run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
@@ -68,9 +73,9 @@ def soak(variant: str, tier: str, run_name: str, steps: int, preset: str | None 
             if seen:
                 run.add(**row, metric="loss", p50=float(np.mean(seen)), n=len(seen))
         (early, before, _), (late, after, _) = found[1], found[-1]
-        note = f"last tenth of {steps} steps against the second"
-        run.add(**base, case=config.preset, metric="time_drift", p50=late.p50 / early.p50, note=note)
-        run.add(**base, case=config.preset, metric="memory_growth", p50=(after - before) * 2**30, note=note)
+        base |= {"case": config.preset, "note": f"{base['note']}; last tenth of {steps} steps against the second"}
+        run.add(**base, metric="time_drift", p50=late.p50 / early.p50)
+        run.add(**base, metric="memory_growth", p50=(after - before) * 2**30)
 
 
 def keeping(call, losses: list[float]):
@@ -91,11 +96,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variant", default="full", help="id of config/variants.tsv (default full)")
     parser.add_argument("--preset", help="size of the model (default: the tier's)")
     parser.add_argument("--steps", type=int, default=1000, help="training steps (default 1000)")
+    parser.add_argument("--batch", type=int, help="the local batch (default: the tier's)")
     args = parser.parse_args(argv)
     try:
+        if args.batch is not None and args.batch < 1:
+            raise ValueError(f"--batch {args.batch}; allowed: 1 or more")
         if args.steps < 2 * WINDOWS or args.steps % WINDOWS:
             raise ValueError(f"--steps {args.steps}; allowed: multiples of {WINDOWS}, {2 * WINDOWS} or more")
-        soak(args.variant, args.tier, args.run or args.tier, args.steps, args.preset)
+        soak(args.variant, args.tier, args.run or args.tier, args.steps, args.preset, args.batch)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

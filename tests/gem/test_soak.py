@@ -31,13 +31,19 @@ def test_windows_drift_and_growth(tmp_path, monkeypatch, capsys):
     clock, steps, one = Slowing(), [], Loop.one
     monkeypatch.setattr(soak, "clock_for", lambda *given, **named: clock)
     monkeypatch.setattr(Loop, "one", lambda self: steps.append(1) or (one(self) if len(steps) == 1 else None))
-    assert soak.main(["--tier", "smoke", "--run", "try", "--steps", "20"]) == 0
+    assert soak.main(["--tier", "smoke", "--run", "try", "--steps", "20", "--batch", "16"]) == 0
     rows = rows_of(tmp_path)
     assert len(steps) == 20 and set(rows.status) == {"ok"}
+    assert rows.note.str.startswith("local batch 16").all()
     times = rows[rows.metric == "time_ms"].set_index("case").p50
     assert list(times.index) == [f"steps_{n}" for n in range(2, 21, 2)] and times["steps_20"] == 100
     assert rows[rows.metric == "time_drift"].p50.item() == pytest.approx(100 / 20)
     assert rows[rows.metric == "memory_growth"].p50.item() == 0.5 * 2**30
+
+
+def test_a_batch_must_have_samples(capsys):
+    assert soak.main(["--tier", "smoke", "--batch", "0"]) == 1
+    assert capsys.readouterr().err == "error: --batch 0; allowed: 1 or more\n"
 
 
 @pytest.mark.parametrize("steps", ["10", "25", "0"])
