@@ -4,7 +4,8 @@ The source runs only large GEMMs in low precision and leaves sensitive, later la
 linears inside `model.layers` with at least `min_features` features on both sides become low; embeddings, feature
 projections and heads stay as they are; the last `recipe.skip_last` layers stay as they are. A module that computes
 attention declares it by an attribute `precision` (None = that of its inputs), which its forward hands to
-`jagged_attention`, `gdpa` or `block_attention`.
+`jagged_attention`, `gdpa` or `block_attention`. In format `hopper` that is the forward pass; the backward pass of
+attention runs in the precision of its inputs, bf16, with the output and row sums of the 8-bit forward.
 
 `quantize_shard` and `join_shards` are the source's rule for sharded weights: quantise the local shard before the
 all-gather, so that the gather moves 8-bit payloads and no rank quantises another's rows.

@@ -27,6 +27,7 @@ def timed(source: Source) -> list[dict]:
                 _cell(own, "time_ms", 1),
                 number(own["qps"]) if "qps" in own and own["qps"] == own["qps"] else "-",
                 _cell(own, "mfu", 1, 100),
+                _cell(own, "mfu_mixed", 1, 100) if name in steps.LOW_PRECISION else "-",
                 _cell(own, "hfu", 1, 100),
                 "-" if (name, "mfu") not in layers else fixed(100 * layers[name, "mfu"], 1),
                 _cell(own, "scaling_ratio", 3),
@@ -34,9 +35,11 @@ def timed(source: Source) -> list[dict]:
                 _cell(own, "peak_mem_gib", 1),
             ]
         )
-    header = ["variant", "step, ms", "samples/s", "MFU, %", "HFU, %", "local MFU, %", "scaling ratio", "parts / step",
-              "peak GiB"]  # fmt: skip
+    header = ["variant", "step, ms", "samples/s", "MFU, %", "mixed MFU, %", "HFU, %", "local MFU, %", "scaling ratio",
+              "parts / step", "peak GiB"]  # fmt: skip
     note = f"local batch {_batch(source, device)}; parts: layers one by one and the optimiser"
+    if set(steps.LOW_PRECISION) & set(values.index):
+        note += "; mixed MFU: FLOPs in 8 bits over the peak of 8 bits"
     return [table("steps", source.device_label(device), header, rows, note)]
 
 
@@ -75,7 +78,10 @@ def largest(source: Source) -> list[dict]:
 
 
 ALL = (timed, components, largest)
-PAIRS = (("full", "baseline_padded"), ("full", "baseline_varlen"), ("full_same_math", "baseline_varlen"))
+PAIRS = (
+    ("full", "baseline_padded"), ("full", "baseline_varlen"), ("full_same_math", "baseline_varlen"),
+    *((name, "full") for name in steps.LOW_PRECISION),
+)  # fmt: skip
 
 
 def facts(source: Source) -> dict[str, dict]:
@@ -86,7 +92,8 @@ def facts(source: Source) -> dict[str, dict]:
     label = source.device_label(device)
     found = {}
     for name in values.index:
-        for metric, style in (("mfu", lambda x: f"{100 * x:.1f} %"), ("qps", number), ("time_ms", number)):
+        share = lambda x: f"{100 * x:.1f} %"  # noqa: E731
+        for metric, style in (("mfu", share), ("mfu_mixed", share), ("qps", number), ("time_ms", number)):
             value = values.loc[name].get(metric, float("nan"))
             if value == value:
                 found[f"step.{metric}.{name}"] = {"text": style(value), "device": label}
@@ -125,5 +132,5 @@ def _cell(values: pd.Series, metric: str, decimals: int, factor: float = 1.0) ->
 
 
 def _ordered(names) -> list[str]:
-    order = {name: index for index, name in enumerate([*steps.WATERFALL, *steps.SAME_MATH])}
+    order = {name: index for index, name in enumerate([*steps.WATERFALL, *steps.SAME_MATH, *steps.LOW_PRECISION])}
     return sorted(names, key=lambda name: (order.get(name, len(order)), name))

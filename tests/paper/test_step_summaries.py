@@ -12,6 +12,8 @@ def test_steps_stand_in_order_with_their_numbers(source):  # noqa: F811
     assert table["device"] == "H200" and len(names) == len(STEP_MS)
     full = dict(zip(table["header"], table["rows"][names.index("full")], strict=True))
     assert full["step, ms"] == "100.0" and full["samples/s"] == "10,240" and full["MFU, %"] == "20.0"
+    low = dict(zip(table["header"], table["rows"][names.index("mxfp8_full")], strict=True))
+    assert low["mixed MFU, %"] == "22.5" and full["mixed MFU, %"] == "-" and "8 bits" in table["note"]
     assert full["local MFU, %"] == "90.0" and full["parts / step"] == "-"
 
 
@@ -25,6 +27,8 @@ def test_facts_are_ratios_of_the_headline(source):  # noqa: F811
     facts = step_summaries.facts(source)
     assert facts["step.qps_ratio.full.baseline_padded"] == {"text": "4\u00d7", "device": "H200"}
     assert facts["step.qps_ratio.full_same_math.baseline_varlen"]["text"] == "1.5\u00d7"
+    assert facts["step.qps_ratio.mxfp8_full.full"]["text"] == "1.25\u00d7"
+    assert facts["step.mfu_mixed.mxfp8_full"]["text"] == "22.5 %"
     assert facts["step.mfu.full"]["text"] == "20.0 %"
     assert facts["step.predicted_count"]["text"] == str(len(STEP_MS))
 
