@@ -189,7 +189,7 @@ def problem(kind: str, built: Built, config: Config, data: dict, device: torch.d
             other.module.load_state_dict(built.module.state_dict())
             call, module, given = other.module, other.module, widened(other.inputs, getattr(torch, own))
         found[name] = evaluate(call, module, given, use, device)
-    return parity.compare(found["mine"], found["eager"], found["exact"], config.dtype)
+    return parity.compare(found["mine"], [found["eager"]], found["exact"], config.dtype)
 
 
 def small_lengths(data: dict) -> dict[str, np.ndarray]:
