@@ -190,8 +190,12 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """One int64 from `generator` (None: torch's default CPU generator), moved to `device`."""
-    source = "cpu" if generator is None else generator.device
-    return torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source).to(device)
+    source = torch.device("cpu") if generator is None else generator.device
+    drawn = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
+    if source.type == "cpu" and device.type != "cpu":
+        # a copy from the host waits for everything that is queued; a fill is queued behind it
+        return torch.full((1,), drawn.item(), dtype=torch.int64, device=device)
+    return drawn.to(device)
 
 
 @dataclass(frozen=True)

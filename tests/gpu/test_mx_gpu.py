@@ -188,3 +188,17 @@ def test_training_step_through_the_public_call():
     want = torch.autograd.grad(kernels.jagged_attention(*leaves, offsets), leaves, do)
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) < 0.08
+
+
+@on_hopper
+def test_a_linear_layer_never_waits_for_the_gpu():
+    recipe = mxfp8.get_recipe("full").on_hopper()
+    x = torch.randn(300, 256, device="cuda").bfloat16().requires_grad_()
+    w = torch.randn(128, 256, device="cuda", requires_grad=True)
+    dy = torch.randn(300, 128, device="cuda").bfloat16()
+    mxfp8.linear(x, w, recipe=recipe).backward(dy)  # compiles, and makes what is kept
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mxfp8.linear(x, w, recipe=recipe).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

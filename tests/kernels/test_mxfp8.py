@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import mxfp8
 from tests.kernels import mx_oracle as oracle
@@ -315,6 +316,18 @@ def test_stochastic_rounding_is_unbiased_between_neighbours(dtype):
     assert (
         formats.stochastic_cast(torch.tensor([1e9, math.nan]), dtype, torch.zeros(2)).float()[0] == oracle.TOP[dtype][0]
     )
+
+
+def test_a_seed_goes_to_a_device_without_a_copy_that_waits():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ops.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    ops = []
+    with Seen():
+        assert formats.draw_seed(None, torch.device("meta")).device.type == "meta"
+    assert not any("copy" in op for op in ops) and any("full" in op for op in ops)
 
 
 def test_stochastic_rounding_reproduces_through_a_generator():
