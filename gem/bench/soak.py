@@ -4,7 +4,8 @@
     python -m gem.bench.soak --tier gpu --variant mxfp8_full --steps 2000 --batch 256
 
 The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
-loss or gradient that is not finite ends the run with its step. Records `soak`, one row a window of a tenth of the
+loss or gradient that is not finite ends the run with its step. The samples are those of a rotation of `gem.bench.step`,
+few enough to be learnt by heart: a loss that falls to nothing is expected, one that rises is not. Records `soak`, one row a window of a tenth of the
 steps (case steps_<last step>): median time of a step, peak memory, mean loss; and over the run `time_drift` and
 `memory_growth`, the last window against the second, since the first compiles and grows the allocator's pools.
 """
@@ -35,11 +36,12 @@ def soak(
 ) -> None:
     """Run and record. steps: a multiple of WINDOWS, at least two a window. batch: the local batch, None: the tier's."""
     section, data = section_of(tier), configuration.load_tier(tier)["data"]
+    rows = section["batch"] * section["batches"]
     section = section | {"batch": batch or section["batch"]}
     config = with_batch(configuration.load(variant, tier, preset), section["batch"])
     device = hardware.open_device(config.device)
     schema = batches.schema_of(data, section["table_rows"])
-    split = batches.MemorySplit(schema, section["batch"] * section["batches"], data, 0)
+    split = batches.MemorySplit(schema, max(rows, section["batch"]), data, 0)
     model = train.build(config, Data(split, split), 0, device)
     model.train()
     loop = Loop(model, Optimizers(model, config, steps), config, split, device)

@@ -223,7 +223,8 @@ class StepTask:
             eight = hardware.dense_peak(hardware.device_name(self.device), "fp8")
         note = f"every product ran in {self.config.dtype}"
         if share:
-            note = f"{share:.1%} of the FLOPs in 8 bits; peak: {eight.name}"
+            emulated = ", emulated" if self.device.type == "cpu" else ""
+            note = f"{share:.1%} of the FLOPs in 8 bits{emulated}; peak: {eight.name}"
         rates = done.rate((work.model - work.low) / peak.flops + work.low / eight.flops for work in works)
         add_rate(run, common | {"note": f"{common['note']}; {note}"}, "mfu_mixed", rates)
 
