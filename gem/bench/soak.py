@@ -5,9 +5,10 @@
 
 The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
 loss or gradient that is not finite ends the run with its step. The samples are those of a rotation of `gem.bench.step`,
-few enough to be learnt by heart: a loss that falls to nothing is expected, one that rises is not. Records `soak`, one row a window of a tenth of the
-steps (case steps_<last step>): median time of a step, peak memory, mean loss; and over the run `time_drift` and
-`memory_growth`, the last window against the second, since the first compiles and grows the allocator's pools.
+few enough to be learnt by heart: a loss that falls to nothing is expected, one that rises is not. Records `soak`, one
+row a window of a tenth of the steps (case steps_<last step>): median time of a step, peak memory, mean loss; and over
+the run `time_drift` and `memory_growth`, the last window against the second, since the first compiles and grows the
+allocator's pools.
 """
 
 from __future__ import annotations
