@@ -8,10 +8,8 @@ import torch
 import triton
 
 from .tlx_backward_kernel import backward_kernel, zero_kernel
-from .tlx_common import kept, num_sms, packed_heads, ragged_descriptor
-
-KEY_ROWS = 128
-QUERY_ROWS = 64
+from .tlx_common import num_sms, packed_heads, ragged_descriptor
+from .work_lists import QUERY_ROWS, backward_lists
 
 
 @dataclass(frozen=True)
@@ -43,72 +41,6 @@ def default_config(dense_rows: int | None) -> Config:
     return Config()
 
 
-def unit_table(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> torch.Tensor:
-    """int32 [B + 2, 8]: (first q row, q rows, first kv row, kv rows, first output row), the most pairs first.
-
-    q_offsets None: q_rows dense queries shared by every sequence; their output rows are one block a sequence. The
-    last two units are the rows past offsets[-1] of either side: queries without keys and keys without queries, whose
-    gradients are zero.
-    """
-    batch = kv_offsets.numel() - 1
-    kv_first, kv_size = kv_offsets[:-1].long(), (kv_offsets[1:] - kv_offsets[:-1]).long()
-    if q_offsets is None:
-        q_first = torch.zeros_like(kv_first)
-        q_size = torch.full_like(kv_first, q_rows)
-        out_first = torch.arange(batch, device=kv_offsets.device) * q_rows
-        q_end = torch.zeros_like(kv_offsets[-1:]).long()
-        q_rest = torch.zeros_like(q_end)
-    else:
-        q_first, q_size = q_offsets[:-1].long(), (q_offsets[1:] - q_offsets[:-1]).long()
-        out_first = q_first
-        q_end = q_offsets[-1:].long()
-        q_rest = q_rows - q_end
-    kv_end = kv_offsets[-1:].long()
-    zero = torch.zeros_like(kv_end)
-    order = torch.argsort(q_size * kv_size, descending=True, stable=True)
-    rows = [
-        torch.cat([q_first[order], q_end, zero]),
-        torch.cat([q_size[order], q_rest, zero]),
-        torch.cat([kv_first[order], zero, kv_end]),
-        torch.cat([kv_size[order], zero, kv_rows - kv_end]),
-        torch.cat([out_first[order], q_end, zero]),
-    ]
-    table = torch.zeros((batch + 2, 8), dtype=torch.int32, device=kv_offsets.device)
-    table[:, :5] = torch.stack(rows, 1)
-    return table
-
-
-def unit_list(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Units as a table of backward_tiles_kernel, the most pairs first: (int32 [B + 2, 8], int32 [1] = B + 2).
-
-    Columns: first kv row, kv rows, first q row, q rows, first output row, key tiles before it, its key tiles, its
-    first counter.
-    """
-    units = unit_table(q_offsets, kv_offsets, q_rows, kv_rows).long()
-    tiles = (units[:, 3] + (KEY_ROWS - 1)) // KEY_ROWS
-    # Counters of a sequence begin where no other sequence's, in whatever order they lie in memory, can reach.
-    by_rows = torch.argsort(units[:, 4], stable=True)
-    place = torch.empty_like(by_rows)
-    place[by_rows] = torch.arange(by_rows.numel(), device=by_rows.device)
-    columns = [units[:, 2], units[:, 3], units[:, 0], units[:, 1], units[:, 4], torch.cumsum(tiles, 0) - tiles, tiles]
-    rows = torch.stack([*columns, units[:, 4] // QUERY_ROWS + place], 1).to(torch.int32)
-    return rows.contiguous(), torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-
-
-def tile_list(q_offsets, kv_offsets, q_rows: int, kv_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tiles of KEY_ROWS keys, those with the most queries first, as (table int32 [slots, 8], their number int32 [1]).
-
-    The rows of unit_list, one a tile. slots is an upper bound that follows from shapes alone.
-    """
-    rows, _ = unit_list(q_offsets, kv_offsets, q_rows, kv_rows)
-    rows = rows[torch.argsort(rows[:, 3], descending=True, stable=True)]
-    ends = torch.cumsum(rows[:, 6], 0, dtype=torch.int32)
-    rows[:, 5] = ends - rows[:, 6]
-    slots = max((kv_rows + rows.shape[0] * (KEY_ROWS - 1)) // KEY_ROWS, 1)
-    index = torch.searchsorted(ends, torch.arange(slots, dtype=torch.int32, device=ends.device), right=True)
-    return rows[index.clamp_(max=rows.shape[0] - 1)].contiguous(), ends[-1:]
-
-
 def backward_with(
     config: Config, do, q, k, v, q_offsets, kv_offsets, *, activation: str, scale: float, lse=None, delta=None
 ):
@@ -136,9 +68,7 @@ def backward_with(
         for gradient in (dq, sums, dk, dv):
             gradient.zero_()
     else:
-        units = kept(unit_table, q_offsets, kv_offsets, q.shape[0], k.shape[0])
-        build = unit_list if config.resident else tile_list
-        table, count = kept(build, q_offsets, kv_offsets, q.shape[0], k.shape[0])
+        units, table, count = backward_lists(q_offsets, kv_offsets, q.shape[0], k.shape[0], resident=config.resident)
         counters = torch.zeros((2 * heads, slots), dtype=torch.int32, device=q.device)
         lse = sums if lse is None else lse
         backward_kernel[(min(programs, table.shape[0] * heads),)](

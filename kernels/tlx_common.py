@@ -1,4 +1,4 @@
-"""What the TLX kernels for Hopper share: descriptors that end with a sequence, and the sorted list of valid tiles.
+"""What the TLX kernels for Hopper share: descriptors that end with a sequence, and how tiles of a list are dealt.
 
 TLX (PyPI fbtriton) is Triton with explicit warp specialisation. A TMA descriptor knows the extent of a tensor, not of
 a sequence inside it, so a plain one would read the next sequence's rows past a ragged end. `ragged_descriptor` adds
@@ -17,12 +17,10 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx  # raises ImportError under stock Triton; the registry turns that into a reason
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .kept import kept
 from .registry import Case
 
 GROUP_ROWS = 64  # query rows of one consumer warp group: wgmma's M
 _FAR = 1 << 30
-_TABLE_WIDTH = 8
 
 
 _THREAD = threading.local()
@@ -74,112 +72,6 @@ def add_ragged(desc, buffer, first, size, row, column):
     tlx.async_descriptor_store(
         desc, buffer, [1073741824, first + size, 1073741824 - size + row, column], store_reduce="add"
     )
-
-
-@triton.jit(do_not_specialize=["batch", "q_rows_total", "dense_rows", "slots"])
-def _tile_table_kernel(
-    ends,
-    order,
-    q_offsets,
-    kv_offsets,
-    table,
-    batch,
-    q_rows_total,
-    dense_rows,
-    slots,
-    q_stride,
-    kv_stride,
-    DENSE_Q: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """table[t] = (first q row, q rows, first kv row, kv rows, first tile of the sequence, its tiles, output row, 0)."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros([BLOCK], tl.int32)
-    high = tl.zeros([BLOCK], tl.int32) + batch + 1
-    for _ in tl.static_range(STEPS):  # first position whose end lies past the slot
-        middle = (low + high) // 2
-        past = tl.load(ends + middle, mask=middle <= batch, other=2147483647) > slot
-        high = tl.where(past, middle, high)
-        low = tl.where(past, low, middle + 1)
-    live = (slot < slots) & (low <= batch)
-    sequence = tl.load(order + low, mask=live, other=0).to(tl.int32)
-    start = tl.load(ends + low - 1, mask=live & (low > 0), other=0)
-    tiles = tl.load(ends + low, mask=live, other=0) - start
-    real = live & (sequence < batch)
-    kv_first = tl.load(kv_offsets + sequence * kv_stride, mask=real, other=0).to(tl.int32)
-    kv_end = tl.load(kv_offsets + (sequence + 1) * kv_stride, mask=real, other=0).to(tl.int32)
-    if DENSE_Q:
-        q_first = tl.zeros([BLOCK], tl.int32)
-        q_size = tl.zeros([BLOCK], tl.int32) + dense_rows
-        out_first = sequence * dense_rows
-    else:
-        q_first = tl.load(q_offsets + sequence * q_stride, mask=live, other=0).to(tl.int32)
-        q_end = tl.load(q_offsets + (sequence + 1) * q_stride, mask=real, other=0).to(tl.int32)
-        q_size = tl.where(sequence < batch, q_end, q_rows_total) - q_first
-        out_first = q_first
-    row = table + slot * 8
-    keep = slot < slots
-    tl.store(row, q_first, mask=keep)
-    tl.store(row + 1, tl.where(live, q_size, 0), mask=keep)
-    tl.store(row + 2, kv_first, mask=keep)
-    tl.store(row + 3, tl.where(live, kv_end - kv_first, 0), mask=keep)
-    tl.store(row + 4, start, mask=keep)
-    tl.store(row + 5, tl.where(live, tiles, 1), mask=keep)
-    tl.store(row + 6, out_first, mask=keep)
-
-
-def build_tile_table(
-    q_offsets: torch.Tensor | None, kv_offsets: torch.Tensor, q_rows: int, block_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Valid tiles of `block_rows` query rows, longest keys first. Device tensors only, no synchronisation.
-
-    q_offsets None: q_rows dense queries shared by every sequence. Otherwise q_rows is the length of the packed axis
-    and the rows past offsets[-1] form one more sequence without keys, whose zeros the kernel writes. Returns (table
-    int32 [slots, 8], count int32 [1]); slots is an upper bound that follows from shapes alone.
-    """
-    batch = kv_offsets.numel() - 1
-    device = kv_offsets.device
-    kv_lengths = kv_offsets[1:] - kv_offsets[:-1]
-    if q_offsets is None:
-        per_sequence = -(-q_rows // block_rows)
-        slots = max(per_sequence * batch, 1)
-        tiles = torch.full((batch,), per_sequence, dtype=torch.int32, device=device)
-    else:
-        slots = max((q_rows + (batch + 1) * (block_rows - 1)) // block_rows, 1)
-        ends = torch.cat([q_offsets[1:], q_offsets.new_full((1,), q_rows)])
-        tiles = (ends - q_offsets + (block_rows - 1)).div_(block_rows, rounding_mode="floor").to(torch.int32)
-        kv_lengths = torch.cat([kv_lengths, kv_lengths.new_zeros(1)])
-    order = torch.argsort(kv_lengths, descending=True, stable=True).to(torch.int32)
-    ends = torch.cumsum(tiles[order.long()], 0, dtype=torch.int32)
-    if q_offsets is None:  # the kernel counts on batch + 1 sequences; the last one has no tiles
-        order = torch.cat([order, order.new_full((1,), batch)])
-        ends = torch.cat([ends, ends[-1:] if batch else ends.new_zeros(1)])
-    table = torch.empty((slots, _TABLE_WIDTH), dtype=torch.int32, device=device)
-    block = 128
-    _tile_table_kernel[(triton.cdiv(slots, block),)](
-        ends,
-        order,
-        q_offsets if q_offsets is not None else kv_offsets,
-        kv_offsets,
-        table,
-        batch,
-        q_rows,
-        q_rows,
-        slots,
-        q_offsets.stride(0) if q_offsets is not None else 1,
-        kv_offsets.stride(0),
-        DENSE_Q=q_offsets is None,
-        STEPS=max(batch + 1, 1).bit_length() + 1,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return table, ends[-1:]
-
-
-def tile_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`build_tile_table`, built once per pair of offsets tensors."""
-    return kept(build_tile_table, q_offsets, kv_offsets, q_rows, block_rows)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from ..registry import Case, Implementation
-from ..tlx_common import hopper_only, num_sms, packed_heads, ragged_descriptor, tile_table
+from ..tlx_common import hopper_only, num_sms, packed_heads, ragged_descriptor
+from ..work_lists import forward_list
 from .tlx_kernels import backward_kernel, forward_kernel
 
 BLOCK_SIZE = 64
@@ -46,7 +47,7 @@ def _launch(kernel, config, tensors, offsets, block_size, scale, rotary, *rest):
     # A table is a tensor of one head to the descriptors. Without rotary any descriptor does: it is not used.
     tables = tuple(packed_heads(x[:, None]) for x in (rotary.cos, rotary.sin)) if on else tensors[:2]
     order = sum("qkv".index(name) << (2 * i) for i, name in enumerate(on))
-    blocks, count = tile_table(offsets, offsets, rows, BLOCK_SIZE)
+    blocks, count = forward_list(offsets, offsets, rows, BLOCK_SIZE)
     kernel[(min(num_sms(offsets.device), blocks.shape[0]),)](
         *(ragged_descriptor(x, BLOCK_SIZE) for x in (*tensors, *tables)), blocks, count, heads, scale, len(on), order,
         *rest, HEAD_DIM=head_dim, STAGES=config.stages, REGISTERS=config.registers, ROTARY=bool(on),

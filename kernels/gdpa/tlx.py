@@ -31,10 +31,10 @@ from ..tlx_common import (
     packed_heads,
     ragged_descriptor,
     tile_entry,
-    tile_table,
     zigzag,
 )
 from ..tlx_pipeline import first_scores, issue_products, store_tile, stream_tiles
+from ..work_lists import forward_list
 from . import triton_gdpa
 
 LONG_KEYS = 768  # keys a sequence on average from which self-attention takes 128 keys a block
@@ -293,7 +293,7 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, activation: 
         out.zero_()
     else:
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
-        table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
+        table, count = forward_list(q_offsets, kv_offsets, q.shape[0], block_m)
         gdpa_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
             ragged_descriptor(q, GROUP_ROWS),
             ragged_descriptor(k, config.block_n),

@@ -28,10 +28,10 @@ from ..tlx_common import (
     packed_heads,
     ragged_descriptor,
     tile_entry,
-    tile_table,
     zigzag,
 )
 from ..tlx_pipeline import first_block, first_scores, issue_products, num_blocks, store_tile, stream_tiles
+from ..work_lists import forward_list
 from . import triton_schemes
 from .triton_backward import delta_kernel
 
@@ -293,7 +293,7 @@ def forward_with(config: Config, q, k, v, q_offsets, kv_offsets, *, scale: float
         lse.fill_(float("inf"))
     else:
         q, k, v = packed_heads(q), packed_heads(k), packed_heads(v)
-        table, count = tile_table(q_offsets, kv_offsets, q.shape[0], block_m)
+        table, count = forward_list(q_offsets, kv_offsets, q.shape[0], block_m)
         attention_fwd_kernel[(min(num_sms(q.device), table.shape[0] * heads),)](
             ragged_descriptor(q, GROUP_ROWS),
             ragged_descriptor(k, config.block_n),

@@ -20,7 +20,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kept import kept
-from ..tlx_common import GROUP_ROWS, num_sms, ragged_descriptor, tile_table
+from ..tlx_common import GROUP_ROWS, num_sms, ragged_descriptor
+from ..work_lists import forward_list
 from .attention_tlx_kernel import attention8_kernel
 from .hopper_attention import TILE, Operands, padded_starts
 
@@ -40,8 +41,8 @@ class Config:
 
 
 def padded_table(q_offsets, kv_offsets, q_rows: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tile_table` whose last column is the first padded row of the tile's keys and values."""
-    table, count = tile_table(q_offsets, kv_offsets, q_rows, block_rows)
+    """`forward_list` whose last column is the first padded row of the tile's keys and values."""
+    table, count = forward_list(q_offsets, kv_offsets, q_rows, block_rows)
     starts = padded_starts(kv_offsets)
     sequence = torch.searchsorted(kv_offsets.to(torch.int32), table[:, 2].contiguous(), right=True) - 1
     table = table.clone()
