@@ -9,9 +9,6 @@ impression.
 from __future__ import annotations
 
 import json
-import queue
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,7 +224,7 @@ class Batch:
             return self
         moved = self._each(lambda item: item.to(device, non_blocking=True))
         for name, offsets in moved.offsets.items():
-            jagged.remember(offsets, self.offsets[name])
+            jagged.remember(offsets, self.offsets[name].clone())  # of page-locked memory, which is wanted back
         return moved
 
     def pin_memory(self) -> Batch:
@@ -400,64 +397,6 @@ class Split:
         """Every row once, in file order, the last batch partial: for evaluation."""
         for start in range(0, self.num_rows, batch_size):
             yield self.batch(np.arange(start, min(start + batch_size, self.num_rows)))
-
-
-def prefetch(batches: Iterator[Batch], device: torch.device, depth: int = 2) -> Iterator[Batch]:
-    """Batches on `device`, made and copied by a thread while earlier ones train. On a CPU they are made in turn.
-
-    For a GPU a batch goes through page-locked memory and a stream of its own, so that neither making nor copying it
-    delays the step before; the stream that trains waits for the copy, the host does not. depth: batches made ahead.
-    """
-    if device.type == "cpu":
-        yield from batches
-        return
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-    # The thread that queues the step must not wait for Python's usual 5 ms whenever this one holds the interpreter.
-    patience = sys.getswitchinterval()
-    sys.setswitchinterval(min(patience, 2e-4))
-    stop = threading.Event()
-    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def put(item) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def moved(batch: Batch) -> tuple[Batch, torch.cuda.Event | None]:
-        if copies is None:
-            return batch.to(device), None
-        with torch.cuda.stream(copies):
-            return batch.pin_memory().to(device), copies.record_event()
-
-    def work():
-        try:
-            for batch in batches:
-                if not put(moved(batch)):
-                    return
-            put(None)
-        except Exception as error:  # raised again where the batch was wanted
-            put(error)
-
-    thread = threading.Thread(target=work, daemon=True, name="prefetch")
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            batch, copied = item
-            if copied is not None:
-                stream = torch.cuda.current_stream(device)
-                stream.wait_event(copied)
-                batch.record_stream(stream)
-            yield batch
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(patience)
 
 
 def _offsets(lengths: np.ndarray) -> torch.Tensor:

@@ -31,10 +31,11 @@ from gem import fused_tables as fused
 from gem.cli import Parser
 from gem.config import Checkpointing, Config, Precision
 from gem.counts import Counts
-from gem.dataset import Batch, Split, prefetch
+from gem.dataset import Batch, Split
 from gem.heads import batch_loss
 from gem.model import GEM
 from gem.optim import Optimizers
+from gem.prefetch import prefetch
 from gem.progress import Progress
 from gem.watch import DivergedError, Done, Watch, check
 

@@ -139,7 +139,7 @@ def _wave(wave, deadline: float, prepare_s: float, measure_s: float, say) -> lis
     workers = []
     for job in wave:
         pipe, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(job, theirs), daemon=True)
+        process = context.Process(target=_work, args=(job, theirs))
         process.start()
         theirs.close()
         workers.append(_Worker(job, process, pipe, time.monotonic()))

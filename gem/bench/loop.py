@@ -14,9 +14,10 @@ from gem.bench import components
 from gem.bench.timing import Clock, Timing, clock_for
 from gem.config import Config
 from gem.counts import Counts
-from gem.dataset import Batch, Split, prefetch
+from gem.dataset import Batch, Split
 from gem.model import GEM
 from gem.optim import Optimizers
+from gem.prefetch import prefetch
 from gem.watch import Watch
 
 MIN_STEPS, MAX_STEPS = 6, 200

@@ -38,12 +38,13 @@ from gem.bench.loop import Loop, with_batch
 from gem.bench.ranks import Job
 from gem.bench.timing import Timing
 from gem.counts import Counts
-from gem.dataset import Batch, prefetch
+from gem.dataset import Batch
 from gem.heads import loss_sums
 from gem.model import GEM
 from gem.optim import Optimizers
 from gem.parallel import dense, train
 from gem.parallel.mesh import Mesh
+from gem.prefetch import prefetch
 
 EXPERIMENT = "step"
 SOURCES = (

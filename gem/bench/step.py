@@ -44,7 +44,7 @@ PARTS = ("step", "units", "profile", "largest")
 # What decides the numbers: kernels, model and training, and how they are timed. Also in config/experiments.tsv.
 _MODEL = (
     "train model sequence attention interaction experts norms heads embeddings fused_tables optim watch dataset "
-    "sampler balance compile checkpointing config sizes counts precision"
+    "prefetch sampler balance compile checkpointing config sizes counts precision"
 ).split()
 _OWN = "step loop batches units components model_work parity low_reference farm timing".split()
 SOURCES = ("kernels", *(f"gem/{name}.py" for name in _MODEL), *(f"gem/bench/{name}.py" for name in _OWN))

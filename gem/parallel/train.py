@@ -27,11 +27,12 @@ from gem import evaluate, hardware, metrics, report
 from gem import train as single
 from gem.config import Config
 from gem.counts import Counts
-from gem.dataset import Batch, Split, prefetch
+from gem.dataset import Batch, Split
 from gem.heads import loss_sums
 from gem.parallel import checkpoint, dense, launch, low_gather, mesh
 from gem.parallel.launch import Rank
 from gem.parallel.optim import ShardOptimizers
+from gem.prefetch import prefetch
 from gem.progress import Progress
 from gem.sampler import batch_rows
 

@@ -17,7 +17,7 @@ import torch
 
 from gem import checkpoint, evaluate, report, train
 from gem.config import load_variants
-from gem.dataset import Split, prefetch
+from gem.dataset import Split
 from gem.model import GEM
 from gem.optim import Optimizers
 from tests.gem import tiny
@@ -309,31 +309,6 @@ def test_scores_know_the_bayes_floor_and_undefined_tasks(data):
     rate = data.eval.labels["cvr"][clicks].mean()
     expected = math.log(2) / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     assert evaluate.score({"cvr": p}, data.eval)["ne_cvr"].value == pytest.approx(expected, rel=1e-5)
-
-
-def test_prefetch_passes_batches_and_errors_through(data):
-    batches = [data.train.batch(np.arange(4)), data.train.batch(np.arange(4, 9))]
-    meta = torch.device("meta")
-
-    class Fake:
-        def __init__(self, size):
-            self.size = size
-
-        def to(self, device):
-            assert device == meta
-            return self
-
-    def broken():
-        yield Fake(1)
-        raise KeyError("lost")
-
-    assert [item.size for item in prefetch(iter(batches), CPU)] == [4, 5]
-    assert [item.size for item in prefetch(iter(Fake(n) for n in range(7)), meta)] == list(range(7))
-    with pytest.raises(KeyError, match="lost"):
-        list(prefetch(broken(), meta))
-    half = prefetch(iter(Fake(n) for n in range(1000)), meta)
-    next(half)
-    half.close()  # the thread ends with it
 
 
 def test_results_and_records(data, tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gem import train
-from gem.dataset import Split, prefetch
+from gem.dataset import Split
 from gem.optim import Optimizers
+from gem.prefetch import prefetch
 from gem.sampler import batch_rows
 from gem.watch import DivergedError, Watch
 from kernels import jagged
