@@ -8,7 +8,7 @@ from kernels import flops
 from kernels.gdpa import activations, eager, reference
 from kernels.testing import LENGTH_PATTERNS
 
-from . import test_activations, test_gdpa
+from . import test_activations, test_gdpa, test_gdpa_cases
 from .mutants import Mutant, mutant_test
 
 SKEWED = next(pattern for pattern in LENGTH_PATTERNS if pattern.name == "skewed")
@@ -99,7 +99,7 @@ MUTANTS = [
         activations,
         "pullback",
         erf_slope_for_tanh,
-        test_gdpa.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
+        test_gdpa_cases.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
         {"impl": "eager"},
         wraps=True,
     ),
@@ -108,7 +108,7 @@ MUTANTS = [
         activations,
         "derivative",
         erf_slope_for_tanh,
-        test_gdpa.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
+        test_gdpa_cases.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
         {"impl": "reference"},
         wraps=True,
     ),
@@ -117,7 +117,7 @@ MUTANTS = [
         activations,
         "value",
         erf_slope_for_tanh,
-        test_gdpa.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
+        test_gdpa_cases.test_o22_the_chosen_gelu_is_the_same_in_both_passes,
         {"impl": "reference"},
         wraps=True,
     ),
@@ -170,7 +170,7 @@ MUTANTS = [
         eager,
         "row_index",
         rows_past_the_end,
-        test_gdpa.test_o10_neighbours_are_never_read,
+        test_gdpa_cases.test_o10_neighbours_are_never_read,
         POISON,
         wraps=True,
     ),
@@ -179,7 +179,7 @@ MUTANTS = [
         eager,
         "_starts_lengths",
         lengths_of_the_neighbour,
-        test_gdpa.test_o17_cross_attention_uses_its_own_keys,
+        test_gdpa_cases.test_o17_cross_attention_uses_its_own_keys,
         {"impl": "eager"},
         wraps=True,
         raises=(RuntimeError, IndexError),
@@ -189,7 +189,7 @@ MUTANTS = [
         eager,
         "empty_table",
         unwritten_rows,
-        test_gdpa.test_o02_queries_without_keys,
+        test_gdpa_cases.test_o02_queries_without_keys,
         {"impl": "eager"},
         wraps=True,
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
         eager,
         "whole_vectors",
         lambda count, unit, device: count,
-        test_gdpa.test_o07_twins_are_equal_across_thread_borders,
+        test_gdpa_cases.test_o07_twins_are_equal_across_thread_borders,
         {"activation": "gelu_tanh"},
     ),
     Mutant(
@@ -233,7 +233,7 @@ MUTANTS = [
         reference,
         "_packed",
         lambda parts, like: torch.cat(parts).to(like.dtype),
-        test_gdpa.test_o05_spare_rows_past_the_end,
+        test_gdpa_cases.test_o05_spare_rows_past_the_end,
         {"impl": "reference"},
         raises=(RuntimeError,),
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
         flops,
         "lengths_of_call",
         padded_lengths,
-        test_gdpa.test_o42_o43_o44_the_flop_counter_sees_useful_pairs,
+        test_gdpa_cases.test_o42_o43_o44_the_flop_counter_sees_useful_pairs,
         {"impl": "eager", "lengths": (3, 0, 5, 100)},
         wraps=True,
     ),
