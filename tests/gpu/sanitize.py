@@ -2,9 +2,14 @@
 
     compute-sanitizer --tool memcheck  python -m tests.gpu.sanitize
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitize
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitize --control
     python -m tests.gpu.sanitize --launches 10000
 
 Prints one line a kernel, or the number of launches; fails on a result that is not finite or changes from run to run.
+
+The control is a kernel as small as can be that hands shared memory from one warp group to another in the ways of the
+attention kernels. It is right by construction and its result is compared in every bit: what racecheck reports of it is
+what the tool does not follow.
 """
 
 from __future__ import annotations
@@ -13,6 +18,11 @@ import argparse
 import random
 
 import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.language.extra.tlx.warp_spec import get_bufidx_phase
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import gdpa, jagged_attention
 from kernels.jagged import lengths_to_offsets
@@ -65,10 +75,69 @@ def step(op: str, tensors: tuple) -> tuple[torch.Tensor, ...]:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
+@triton.jit
+def control_kernel(desc_x, desc_y, factors, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y = x times one factor a row. A producer warp fills two buffers in turn, four warps empty them.
+
+    Three ways of handing over: x comes by TMA, which completes a barrier; the factors by plain stores of a warp, whose
+    first lane arrives after the warp has met; y leaves by TMA from a buffer that all four warps have written. A buffer
+    is free again once every thread has arrived, or the TMA store has read it.
+    """
+    dtype: tl.constexpr = tlx.dtype_of(desc_x)
+    x_buffers = tlx.local_alloc((ROWS, COLUMNS), dtype, 2)
+    factor_buffers = tlx.local_alloc((ROWS,), tl.float32, 2)
+    y_buffers = tlx.local_alloc((ROWS, COLUMNS), dtype, 1)
+    x_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    factors_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    empty = tlx.alloc_warp_barrier(num_barriers=2, num_warps=4)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for i in range(ROUNDS):
+                stage, phase = get_bufidx_phase(i, 2)
+                tlx.barrier_wait(x_full[stage], phase)
+                x = tlx.local_load(x_buffers[stage])
+                tlx.barrier_wait(factors_full[stage], phase)
+                factor = tlx.local_load(factor_buffers[stage])
+                tlx.barrier_arrive(empty[stage], 1)
+                tlx.async_descriptor_store_wait(0)  # the buffer's previous tile has left
+                tlx.local_store(y_buffers[0], (x * factor[:, None]).to(dtype))
+                tlx.fence_async_shared()
+                tlx.async_descriptor_store(desc_y, y_buffers[0], [i * ROWS, 0])
+            tlx.async_descriptor_store_wait(0)
+        with tlx.async_task(num_warps=1, registers=64):
+            for i in range(ROUNDS):
+                stage, phase = get_bufidx_phase(i, 2)
+                tlx.barrier_wait(empty[stage], phase ^ 1)
+                tlx.barrier_expect_bytes(x_full[stage], 2 * ROWS * COLUMNS)
+                tlx.async_descriptor_load(desc_x, x_buffers[stage], [i * ROWS, 0], x_full[stage])
+                tlx.local_store(factor_buffers[stage], tl.load(factors + i * ROWS + tl.arange(0, ROWS)))
+                tlx.barrier_arrive(factors_full[stage], 1)
+
+
+def control(device: str = "cuda", rounds: int = 6, rows: int = 64, columns: int = 64) -> None:
+    """Launch the control once; a RuntimeError if a bit of its result is wrong."""
+    x = torch.ones((rounds * rows, columns), dtype=torch.bfloat16, device=device)
+    factors = torch.ones(rounds * rows, device=device)
+    if device != "meta":
+        x.copy_(torch.randn(x.shape, device=device))
+        factors.copy_(2.0 ** (torch.arange(rounds * rows, device=device) % 5))
+    y = torch.empty_like(x)
+    x_tiles, y_tiles = (TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) for t in (x, y))
+    control_kernel[(1,)](x_tiles, y_tiles, factors, ROUNDS=rounds, ROWS=rows, COLUMNS=columns, num_warps=4)
+    if device != "meta" and not torch.equal(y, (x * factors[:, None]).to(x.dtype)):
+        raise RuntimeError("the control computed something else than x times the factors")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=0, help="forward and backward calls, in random order")
-    launches = parser.parse_args(arguments).launches
+    parser.add_argument("--control", action="store_true", help="the control kernel alone")
+    args = parser.parse_args(arguments)
+    if args.control:
+        control()
+        print("control exact", flush=True)
+        return
+    launches = args.launches
     shapes = MIXED if launches else SMALL
     cases = [(op, shape, inputs(*shape)) for shape in shapes for op in ("gdpa", "jagged_attention")]
     first = []

@@ -28,6 +28,7 @@ from tests.kernels.triton_offline import compiling
 from kernels import tlx_backward
 from kernels.gdpa import tlx
 from kernels.jfa import v4_tlx
+from tests.gpu import sanitize
 
 def run(what, dim):
     q = torch.empty(256, 4, dim, dtype=torch.bfloat16, device="meta")
@@ -41,6 +42,8 @@ def run(what, dim):
             for config in {v4_tlx.forward_config(dim, None), v4_tlx.forward_config(dim, 32), *v4_tlx.candidates(dim)}:
                 v4_tlx.forward_with(config, q, q, q, offsets, offsets, scale=0.1)
             v4_tlx.forward_with(v4_tlx.forward_config(dim, None), q, q, q, offsets, offsets, scale=0.1, window=100)
+        elif what == "control":
+            sanitize.control("meta")
         else:
             for activation in (*tlx.ACTIVATIONS, "softmax"):
                 for rows in (None, 100, 32):  # queries of their own, shared by all, few shared by all
@@ -66,6 +69,7 @@ run(sys.argv[1], int(sys.argv[2]))
         ("attention", 64, FORWARD_BYTES),
         ("attention", 128, FORWARD_BYTES),
         ("backward", 128, BACKWARD_BYTES),
+        ("control", 64, FORWARD_BYTES),
     ],
 )
 def test_compiles_without_spilling(what, dim, allowed):
@@ -75,7 +79,8 @@ def test_compiles_without_spilling(what, dim, allowed):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split() for line in done.stdout.splitlines()]
-    kernels = [row for row in rows if row[0] in ("gdpa_fwd_kernel", "attention_fwd_kernel", "backward_kernel")]
+    names = ("gdpa_fwd_kernel", "attention_fwd_kernel", "backward_kernel", "control_kernel")
+    kernels = [row for row in rows if row[0] in names]
     assert kernels
     for name, _, spilled, shared in kernels:
         assert int(spilled) <= allowed, f"{name}: {spilled} bytes of local memory"
