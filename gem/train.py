@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import errno
 import functools
+import gc
 import json
 import math
 import os
@@ -196,7 +197,10 @@ def train_seed(
                 save(step + 1)
                 if watch:
                     watch.restart()
+            if step == first + WARMUP_STEPS and watch:
+                set_aside()
             start = time.perf_counter()
+        gc.unfreeze()
         for done in watch.flush() if watch else ():
             write(log, progress, done)
         flops, samples = count()
@@ -209,6 +213,13 @@ def train_seed(
         checkpoint_path.unlink(missing_ok=True)
     report.write_json(result_path, result)
     return result
+
+
+def set_aside() -> None:
+    """Leave everything made so far out of Python's garbage collection, until `gc.unfreeze`: a model under torch.compile
+    is a million objects, and looking through them now and then takes the host milliseconds a step."""
+    gc.collect()
+    gc.freeze()
 
 
 def train_step(

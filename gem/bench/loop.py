@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -76,7 +77,9 @@ class Loop:
         before = clock.run([self.one] * warmup)
         steps = min(max(int(repeat_ms / max(before[-1], 1e-3)), MIN_STEPS), MAX_STEPS)
         self.counts = []
+        train.set_aside()
         times = clock.run([self.one] * steps)
+        gc.unfreeze()
         if self.watch is not None:  # raises if a loss was not finite
             for _ in self.watch.flush():
                 pass
