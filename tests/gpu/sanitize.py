@@ -75,57 +75,70 @@ def step(op: str, tensors: tuple) -> tuple[torch.Tensor, ...]:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
-@triton.jit
-def control_kernel(desc_x, desc_y, factors, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y = x times one factor a row. A producer warp fills two buffers in turn, four warps empty them.
+@triton.jit(do_not_specialize=["first"])
+def control_kernel(
+    desc_x, desc_w, desc_y, factors, first, ROUNDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """y = (x w + x) times one factor a row, from factors[first] on. A producer warp fills two buffers in turn, four
+    warps empty them.
 
-    Three ways of handing over: x comes by TMA, which completes a barrier; the factors by plain stores of a warp, whose
-    first lane arrives after the warp has met; y leaves by TMA from a buffer that all four warps have written. A buffer
-    is free again once every thread has arrived, or the TMA store has read it.
+    Three ways of handing over: x comes by TMA, which completes a barrier, and is read by wgmma and by plain loads; the
+    factors come by plain stores of a warp, whose first lane arrives after the warp has met; y leaves by TMA from a
+    buffer that all four warps have written. A buffer is free again once every thread has arrived, or the TMA store has
+    read it.
     """
     dtype: tl.constexpr = tlx.dtype_of(desc_x)
     x_buffers = tlx.local_alloc((ROWS, COLUMNS), dtype, 2)
+    w_buffers = tlx.local_alloc((COLUMNS, COLUMNS), dtype, 1)
     factor_buffers = tlx.local_alloc((ROWS,), tl.float32, 2)
     y_buffers = tlx.local_alloc((ROWS, COLUMNS), dtype, 1)
     x_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
+    w_full = tlx.alloc_barriers(num_barriers=1, arrive_count=1)
     factors_full = tlx.alloc_barriers(num_barriers=2, arrive_count=1)
     empty = tlx.alloc_warp_barrier(num_barriers=2, num_warps=4)
     with tlx.async_tasks():
         with tlx.async_task("default"):
+            tlx.barrier_wait(w_full[0], 0)
             for i in range(ROUNDS):
                 stage, phase = get_bufidx_phase(i, 2)
                 tlx.barrier_wait(x_full[stage], phase)
-                x = tlx.local_load(x_buffers[stage])
+                x = tlx.local_load(x_buffers[stage]).to(tl.float32)
+                product = tlx.async_dot(x_buffers[stage], w_buffers[0], x)
                 tlx.barrier_wait(factors_full[stage], phase)
                 factor = tlx.local_load(factor_buffers[stage])
+                product = tlx.async_dot_wait(0, product)
                 tlx.barrier_arrive(empty[stage], 1)
                 tlx.async_descriptor_store_wait(0)  # the buffer's previous tile has left
-                tlx.local_store(y_buffers[0], (x * factor[:, None]).to(dtype))
+                tlx.local_store(y_buffers[0], (product * factor[:, None]).to(dtype))
                 tlx.fence_async_shared()
                 tlx.async_descriptor_store(desc_y, y_buffers[0], [i * ROWS, 0])
             tlx.async_descriptor_store_wait(0)
         with tlx.async_task(num_warps=1, registers=64):
+            tlx.barrier_expect_bytes(w_full[0], 2 * COLUMNS * COLUMNS)
+            tlx.async_descriptor_load(desc_w, w_buffers[0], [0, 0], w_full[0])
             for i in range(ROUNDS):
                 stage, phase = get_bufidx_phase(i, 2)
                 tlx.barrier_wait(empty[stage], phase ^ 1)
                 tlx.barrier_expect_bytes(x_full[stage], 2 * ROWS * COLUMNS)
                 tlx.async_descriptor_load(desc_x, x_buffers[stage], [i * ROWS, 0], x_full[stage])
-                tlx.local_store(factor_buffers[stage], tl.load(factors + i * ROWS + tl.arange(0, ROWS)))
+                tlx.local_store(factor_buffers[stage], tl.load(factors + first + i * ROWS + tl.arange(0, ROWS)))
                 tlx.barrier_arrive(factors_full[stage], 1)
 
 
 def control(device: str = "cuda", rounds: int = 6, rows: int = 64, columns: int = 64) -> None:
-    """Launch the control once; a RuntimeError if a bit of its result is wrong."""
+    """Launch the control once, with the unit matrix for w; a RuntimeError if a bit of its result is wrong."""
     x = torch.ones((rounds * rows, columns), dtype=torch.bfloat16, device=device)
-    factors = torch.ones(rounds * rows, device=device)
+    factors = torch.ones(1 + rounds * rows, device=device)  # one more: rows that are not aligned, as a sequence's
     if device != "meta":
         x.copy_(torch.randn(x.shape, device=device))
-        factors.copy_(2.0 ** (torch.arange(rounds * rows, device=device) % 5))
+        factors.copy_(2.0 ** (torch.arange(len(factors), device=device) % 5))
+    w = torch.eye(columns, dtype=x.dtype, device=device)
     y = torch.empty_like(x)
-    x_tiles, y_tiles = (TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns]) for t in (x, y))
-    control_kernel[(1,)](x_tiles, y_tiles, factors, ROUNDS=rounds, ROWS=rows, COLUMNS=columns, num_warps=4)
-    if device != "meta" and not torch.equal(y, (x * factors[:, None]).to(x.dtype)):
-        raise RuntimeError("the control computed something else than x times the factors")
+    blocks = ((x, rows), (w, columns), (y, rows))
+    tiles = (TensorDescriptor(t, list(t.shape), list(t.stride()), [block, columns]) for t, block in blocks)
+    control_kernel[(1,)](*tiles, factors, 1, ROUNDS=rounds, ROWS=rows, COLUMNS=columns, num_warps=4)
+    if device != "meta" and not torch.equal(y, (2 * x * factors[1:, None]).to(x.dtype)):
+        raise RuntimeError("the control computed something else than twice x times the factors")
 
 
 def main(arguments: list[str] | None = None) -> None:
