@@ -64,7 +64,7 @@ CHECKS = {
         r"^\w+ \w+ .* finite$",
         # "explicit" reports failed calls of the CUDA API beside device errors, in one sum and with one exit code, so
         # they are told apart by their text ("no" would also hide a fault that only a later call reports). Tiles that
-        # TMA loads are beyond memcheck before CUDA 13.2; the tests with guarded neighbours look at them.
+        # TMA loads are beyond memcheck before version 2026.2; the tests with guarded neighbours look at them.
         (*_SANITIZER, "--report-api-errors", "explicit", "--padding", "512"),
         each=True,
         # An allocation a tensor: within a caching allocator's segments an access past a tensor is not out of bounds.
