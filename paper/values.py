@@ -16,7 +16,9 @@ import json
 import sys
 from pathlib import Path
 
-from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first
+import pandas as pd
+
+from figures.load import DEVICE_NAMES, ROOT, Source, available, best_device_first, select
 from gem.cli import Parser
 from gem.readme import range_text, reason, with_unit
 from gem.stages import sizes, stages
@@ -40,7 +42,7 @@ def collect(run: str, results: Path, measured: Path, published: Path, root: Path
     claims = read_claims(folder / "claims" / "claims.csv", source)
     if not source.runs and run != FROZEN:
         raise ValueError(f"{folder / 'records'}: no runs.json there and none under {measured}; nothing was measured")
-    figures, tables, missing = outputs(folder, measured, root)
+    figures, tables, missing = outputs(folder, measured, root, source)
     built = [item for make in (*summaries.ALL, *step_summaries.ALL) for item in make(source)]
     return {
         "run": run,
@@ -105,7 +107,7 @@ def count_verdicts(claims: list[dict]) -> dict[str, int]:
     return counts | {"total": len(claims), "judged": judged, "met": counts["reproduced"] + counts["exceeded"]}
 
 
-def outputs(folder: Path, measured: Path, root: Path) -> tuple[dict, dict, list[dict]]:
+def outputs(folder: Path, measured: Path, root: Path, source: Source) -> tuple[dict, dict, list[dict]]:
     """Figures and tables that this run has, and those that it has not with the reason."""
     figures, tables, missing = {}, {}, []
     for row in _sheet("figures", root):
@@ -120,7 +122,7 @@ def outputs(folder: Path, measured: Path, root: Path) -> tuple[dict, dict, list[
             continue
         item = {"title": row["title"], "caption": caption(row["script"]), "claims": row["claims"], "file": path.name}
         if is_figure:
-            figures[name] = item
+            figures[name] = item | {"standing": standing(row["records"], path.with_suffix(".csv"), source)}
         else:
             header, rows, constant = without_constant(*read_table(path))
             tables[name] = item | {"header": header, "rows": rows, "constant": constant}
@@ -155,6 +157,31 @@ def _cell(text: str) -> str:
 def caption(script: str) -> str:
     """CAPTION of a module of figures/: what to see, on which chip, what is modelled."""
     return importlib.import_module(f"figures.{script}").CAPTION
+
+
+def standing(records: str, drawn: Path, source: Source) -> str:
+    """Which devices the data of a figure come from, and whether some of it is emulated or modelled, as a sentence.
+
+    records: experiments of its row in figures.tsv. drawn: its data as CSV; where it names devices, others are left out.
+    """
+    frames = [select(source.frame(name)) for name in records.split(";") if name and ":" not in name]
+    frames = [frame for frame in frames if len(frame)]
+    if not frames:
+        return ""
+    rows = pd.concat(frames)
+    named = pd.read_csv(drawn, dtype=str)
+    if "device" in named and set(named.device) & set(rows.device):
+        rows = rows[rows.device.isin(set(named.device))]
+    # a run that measures also carries what follows from its sizes: those rows make no panel of their own
+    kinds = {run: set(scopes) for run, scopes in rows.groupby("run_id").scope}
+    timed = [run for run, scopes in kinds.items() if "measured" in scopes]
+    others = sorted(set().union(*(scopes for run, scopes in kinds.items() if run not in timed)))
+    devices = best_device_first(rows[rows.run_id.isin(timed)].device)
+    if not devices:
+        return f"{' and '.join(others).capitalize()}, on no device."
+    labels = " and ".join(source.device_label(device) for device in devices)
+    rest = f"; in part {' and '.join(others)}" if others else ""
+    return f"Measured on {labels}{rest}."
 
 
 def environments(source: Source) -> list[dict]:

@@ -44,6 +44,7 @@ def run(tmp_path_factory) -> Path:
     figure = Figure(figsize=(6.6, 2.0))
     figure.subplots().plot([0, 1], [1, 0])
     figure.savefig(folder / "figures" / "F20.pdf", metadata={"CreationDate": None})
+    (folder / "figures" / "F20.csv").write_text("ranks,skew\n8,1.05\n")
     arguments = ["--tier", "smoke", "--results", str(root / "results"), "--measured", str(root / "measured")]
     output = str(folder / "paper" / "values.json")
     assert values.main([*arguments, "--published", str(ROOT / "data" / "published"), "--output", output]) == 0

@@ -217,3 +217,17 @@ def test_assumptions_are_those_of_the_run_that_modelled():
     assert made["rows"][2][:2] == ["MFU of heads", "0.1"] and made["note"] == config["calibration"]
     source.runs["simulate-1"] = {"config": {}}
     assert summaries.assumptions(source) == []
+
+
+def test_a_figure_says_where_its_data_are_from(root, tmp_path):
+    """Devices of the records that it draws, its own column of devices before that, and what no clock was behind."""
+    source = Source(root / "results" / "smoke" / "records", root / "measured", PUBLISHED)
+    drawn = tmp_path / "F04.csv"
+    drawn.write_text("panel,value\na,1\n")
+    assert values.standing("kernels", drawn, source) == "Measured on H200."
+    assert values.standing("kernels;data;published:gdpa_charts", drawn, source) == "Measured on H200 and CPU."
+    assert values.standing("kernels;balance", drawn, source) == "Measured on H200; in part modelled."
+    assert values.standing("balance", drawn, source) == "Modelled, on no device."
+    assert values.standing("published:gdpa_charts", drawn, source) == ""
+    drawn.write_text("device,value\nB200 (source),1\nh200,2\n")
+    assert values.standing("kernels;data", drawn, source) == "Measured on H200."
