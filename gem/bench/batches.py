@@ -79,14 +79,16 @@ def _table(schema: Schema, rows: int, data: dict, rng: np.random.Generator, give
     return pa.table(columns)
 
 
-def draft(schema: Schema, settings: dict, data: dict, seed: int = 0) -> MemorySplit:
+def draft(schema: Schema, settings: dict, data: dict, seed: int = 0, *, padded: bool = False) -> MemorySplit:
     """One batch to compile on while others compile: whole in samples, small in events.
 
     settings: a tier's section `step`. The compiler takes sizes it meets first for usual, and what it derives from them
     holds for a range: with few samples it would compile what works on samples once more for a whole batch. So there are
-    `batch` samples, of which `draft` have histories of real lengths and the others none.
+    `batch` samples, of which `draft` have histories of real lengths and the others none. padded: something in the model
+    pads every sample to the longest, as GDPA in plain torch does; then there are four times `draft` samples.
     """
-    rows, full = settings["batch"], min(settings["draft"], settings["batch"])
+    full = min(settings["draft"], settings["batch"])
+    rows = min(4 * full, settings["batch"]) if padded else settings["batch"]
     rng = np.random.default_rng([seed, full])
     lengths = {}
     for event in schema.events:

@@ -111,7 +111,8 @@ class StepTask:
             still = dataclasses.replace(self.config, train=dataclasses.replace(self.config.train, table_lr=1e-30))
             self.model = train.build(still, Data(self.small, self.small), SEED, self.device)
             compiled = self.config.implementations.compile != "eager"
-            drafts = [batches.draft(self.small.schema, self.settings, data, SEED)] if compiled else []
+            padded = self.config.implementations.gdpa == "eager"
+            drafts = [batches.draft(self.small.schema, self.settings, data, SEED, padded=padded)] if compiled else []
             for split in (*drafts, self.small):
                 parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
             hardware.synchronize(self.device)
@@ -123,7 +124,7 @@ class StepTask:
 
     def measure(self) -> None:
         """Alone: check, time, record. A failure is a row."""
-        before = compilation.graphs()
+        before, prepared = compilation.graphs(), self.failure is None
         with self.open_run("step") as run:
             base = self.row()
             if self.failure is None:
@@ -139,7 +140,7 @@ class StepTask:
         fits = self.failure is None
         if compilation.graphs() > before:
             print(f"{self.config.variant}: {compilation.graphs() - before} graphs were compiled again", flush=True)
-        if "largest" in self.parts and (fits or self.failure[0] == "oom") and self.model is not None:
+        if "largest" in self.parts and prepared and (fits or self.failure[0] == "oom"):
             with self.open_run("step_largest") as run:
                 self.search_largest(run, fits)
 
