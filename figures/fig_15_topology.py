@@ -59,6 +59,7 @@ def alone(pair: pd.DataFrame):
     """What was measured, where nothing is modelled: a build from shipped records."""
     figure, panels = style.panels(1, 1, height=2.1)
     gathers(panels[0][0], pair)
+    panels[0][0].set(xlim=(pair.mib.min() / 2, 2 * pair.mib.max()), ylim=(pair.p50.min() / 2, 2 * pair.p50.max()))
     figure.suptitle("Measured on one host; no records of modelled jobs in this build", x=0.01, ha="left")
     style.legend(figure, [panels[0][0]])
     return figure, pair.reindex(columns=COLUMNS)
@@ -69,7 +70,7 @@ def gathers(axis, pair: pd.DataFrame) -> None:
         axis.plot(pair.mib, pair.p50, "x", color=style.INK, label="two GPUs, measured")
     axis.set(xscale="log", yscale="log", xlabel="MiB gathered", ylabel="ms", title="All-gather")
     axis.set_xticks([0.1, 1, 10, 100, 1000, 10_000], ["0.1", "1", "10", "100", "1,000", "10,000"])
-    axis.set_yticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
+    axis.set_yticks([0.01, 0.1, 1, 10, 100], ["0.01", "0.1", "1", "10", "100"])
     axis.minorticks_off()
 
 
