@@ -56,7 +56,8 @@ def draw_quality(right, quality: pd.DataFrame) -> None:
     right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
     right.set(xlabel="NE (click) minus full precision", title="Quality")
-    right.ticklabel_format(axis="x", scilimits=(-2, 3))
+    right.locator_params(axis="x", nbins=4)  # plain numbers: a common factor would lie on the label
+    right.ticklabel_format(axis="x", style="plain")
 
 
 def error_rows(source) -> pd.DataFrame:
