@@ -85,14 +85,15 @@ PAIRS = (
 
 
 def facts(source: Source) -> dict[str, dict]:
-    """For prose: step.<metric>.<variant>, and step.<metric>_ratio.<variant>.<baseline>, each with its device."""
+    """For prose: step.<metric>.<variant>, step.<metric>_ratio.<variant>.<baseline>, and at the largest local batch that
+    fits step.largest_<metric>.<variant>, each with its device."""
     device, values = steps.gpu_steps(source)
     if not device:
         return {}
     label = source.device_label(device)
     found = {}
+    share = lambda x: f"{100 * x:.1f} %"  # noqa: E731
     for name in values.index:
-        share = lambda x: f"{100 * x:.1f} %"  # noqa: E731
         for metric, style in (("mfu", share), ("mfu_mixed", share), ("qps", number), ("time_ms", number)):
             value = values.loc[name].get(metric, float("nan"))
             if value == value:
@@ -102,6 +103,11 @@ def facts(source: Source) -> dict[str, dict]:
             if {name, base} <= set(values.index) and metric in values:
                 ratio = values.loc[name, metric] / values.loc[base, metric]
                 found[f"step.{metric}_ratio.{name}.{base}"] = {"text": f"{ratio:.3g}\u00d7", "device": label}
+    rows = steps.whole_steps(source, "step_largest")
+    rows = rows[(rows.device == device) & rows.metric.isin(("mfu", "local_batch"))]
+    for _, row in rows.iterrows():
+        text = share(row.p50) if row.metric == "mfu" else number(row.p50)
+        found[f"step.largest_{row.metric}.{row.subject}"] = {"text": text, "device": label}
     checked = steps.predicted(source, device)
     if len(checked) > 1:
         off = (checked.predicted_ms / checked.step_ms - 1).abs()

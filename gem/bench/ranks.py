@@ -95,10 +95,6 @@ class Job:
             num_devices=self.rank.world_size,
         )
 
-    def is_done(self, experiment: str, part: str) -> bool:
-        """Whether an interrupted job has measured this part already."""
-        return self.agree(record.already_measured(self.run_name, f"{experiment}-{part}", {}))
-
 
 def add_time(run: record.Run, base: Mapping, timing: Timing, note: str = "") -> None:
     run.add(**base, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n, note=note)

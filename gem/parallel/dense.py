@@ -194,13 +194,6 @@ def rank_loss(sums: Mapping[str, Tensor], counts: Mapping[str, Tensor | float], 
     return normalised_loss(sums, counts) * ranks
 
 
-def global_counts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of every task summed over all ranks, in one all-reduce. For readers that do not know each other."""
-    total = torch.stack([weights[task].sum() for task in weights]).float()
-    dist.all_reduce(total)
-    return dict(zip(weights, total, strict=True))
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient as a plain tensor on the same storage."""
     part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
