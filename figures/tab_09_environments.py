@@ -24,6 +24,7 @@ def build(source):
         device, software = info.get("device", {}), info.get("software", {})
         row = {"device": device.get("name", "unknown"), "count": device.get("count", 1)}
         row |= {"driver": device.get("driver") or "", "power limit, W": str(device.get("power_limit_w") or "")}
+        row |= {"host": device.get("host_cpu") or ""}
         row |= {name: str(software.get(name) or "") for name in SOFTWARE}
         code = {"commit": str(info.get("commit") or "")[:10], "dirty": bool(info.get("dirty"))}
         rows.append(row | code | {"experiment": info.get("experiment", "")})

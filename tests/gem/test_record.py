@@ -236,6 +236,14 @@ def test_commit_comes_from_the_environment_where_there_is_no_checkout(tmp_path, 
     provenance.commit.cache_clear()
 
 
+def test_a_gpus_record_names_its_host_and_how_fast_that_queues_work(monkeypatch):
+    fields = dict.fromkeys(provenance._SMI_FIELDS, "1") | {"name": "NVIDIA H200"}
+    monkeypatch.setattr(provenance, "_nvidia_smi", lambda bucket: fields)
+    found = provenance.device()
+    assert found["slug"] == "h200" and found["host_cores"] >= 1 and found["host_cpu"]
+    assert 0.1 < found["host_call_us"] < 1000  # torch is loaded here
+
+
 def test_device_names_become_folder_names():
     assert provenance.device_slug("NVIDIA H200") == "h200"
     assert provenance.device_slug("NVIDIA H200", 2) == "h200x2"
