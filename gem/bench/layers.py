@@ -13,6 +13,9 @@ Subjects: feed_forward, self_attention, pooling, summary, interaction, embedding
 `full`, summed over its layers; <module>@<variant> those of another; self_attention_block and the like one module
 swapped alone, summed over a model whose layers all have it; <variant> the sum of a variant's modules; norms,
 attention, gemms, elementwise shares of time of baseline_varlen; shapley:<column> milliseconds saved by a column.
+
+Each cell's result is kept under results/<run>/layers as soon as it is there: after a run that was stopped the same
+command with GEM_RESUME=1 measures what is missing (with --limit-s 1 nothing) and writes the record of all.
 """
 
 from __future__ import annotations
@@ -21,21 +24,26 @@ import dataclasses
 import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from gem import compile as compilation
 from gem import config as configuration
 from gem import hardware, metrics, record, report, train
 from gem.bench import attribution, batches, cells, components, farm, parity, step, units
 from gem.bench.attribution import PLAYERS, Place
+from gem.bench.cell_store import Store
 from gem.bench.cells import BASE, PER_EVENT, Cell
 from gem.bench.timing import Timing, clock_for, measure
 from gem.cli import Parser
+from gem.digest import source_digest
 from gem.train import Data
 
 FULL = "full"
 FIXED = ("embedding", "heads")  # the same in every jagged variant
+FIXED_JOB = ", ".join(FIXED)
 SOURCES = (*step.SOURCES, *(f"gem/bench/{name}.py" for name in ("layers", "cells", "attribution")))
 SHARES = {"norm": "norms", "attention": "attention", "gdpa": "attention", "gemm": "gemms"}  # all else: elementwise
 PROFILED_CALLS = 2
@@ -57,8 +65,8 @@ class Measured:
 class CellTask:
     """One cell on all event types, as `gem.bench.farm` runs it."""
 
-    def __init__(self, cell: Cell, options: step.Options):
-        self.cell, self.options, self.settings = cell, options, options.settings()
+    def __init__(self, cell: Cell, options: step.Options, store: Store | None = None):
+        self.cell, self.options, self.settings, self.store = cell, options, options.settings(), store
         self.config = cell.config(options.tier, options.preset)
 
     def prepare(self) -> None:
@@ -67,9 +75,10 @@ class CellTask:
         self.lengths = cells.median_lengths(self.config, self.data, self.settings["batch"])
         self.found: dict[int, Measured] = {}
         self.built = {}
-        # as in batches.draft: whole in samples, small in events
-        few = np.arange(self.settings["batch"]) < self.settings["draft"]
-        draft = {name: np.where(few, lengths, 0) for name, lengths in self.lengths.items()}
+        # as in batches.draft: whole in samples, small in events; four times `draft` samples where GDPA pads them
+        batch, few = self.settings["batch"], self.settings["draft"]
+        rows = min(4 * few, batch) if self.config.implementations.gdpa == "eager" else batch
+        draft = {name: np.where(np.arange(rows) < few, lengths[:rows], 0) for name, lengths in self.lengths.items()}
         sizes = [cells.Inputs(self.config, found, self.device) for found in (draft, cells.small_lengths(self.data))]
         count = len(self.lengths) if self.cell.kind in PER_EVENT else 1
         for event in range(count):
@@ -93,6 +102,8 @@ class CellTask:
             except Exception as error:
                 self.found[event] = Measured(status=step.status_of(error))
             step.release(self.device)
+        if self.store is not None:
+            self.store.keep(self.cell.name, self.found)
         return self.found
 
     def time(self, made: cells.Built, event: int, clock) -> Measured:
@@ -121,8 +132,8 @@ class CellTask:
 class FixedTask:
     """Embedding and heads, which no toggle of a jagged variant touches, out of a whole model of one layer."""
 
-    def __init__(self, options: step.Options):
-        self.options, self.settings = options, options.settings()
+    def __init__(self, options: step.Options, store: Store | None = None):
+        self.options, self.settings, self.store = options, options.settings(), store
         config = configuration.load(BASE, options.tier, options.preset)
         model = dataclasses.replace(
             config.model,
@@ -141,7 +152,7 @@ class FixedTask:
         for layer in self.model.layers:  # only brings the heads their input; it is timed as cells
             for module in layer.modules():
                 compilation.leave_plain(module)
-        draft = batches.draft(small.schema, self.settings, data)
+        draft = batches.draft(small.schema, self.settings, data, padded=self.config.implementations.gdpa == "eager")
         for split in (draft, small):
             parity.gradients(self.model, parity.whole_batch(split, self.device), self.config)
         step.release(self.device)
@@ -155,6 +166,8 @@ class FixedTask:
         for item in units.time_parts(wanted, self.device, self.settings["part_ms"]):
             parts = profile(item.part.call, self.device)
             found[item.part.name] = Measured(None, item.timing, item.part.flops, 0.0, parts)
+        if self.store is not None:
+            self.store.keep(FIXED_JOB, found)
         return found
 
 
@@ -344,12 +357,18 @@ def main(argv: list[str] | None = None) -> int:
         if not jobs:
             names = sorted({cell.name for cell in wanted_cells(options, variants).values()})
             raise ValueError(f"--cells {args.cells!r}; allowed: a glob over {', '.join(names)}")
-        work = [farm.Job(cell.name, CellTask, (cell, options)) for cell in jobs.values()]
+        store = store_of(options, device)
+        work = [farm.Job(cell.name, CellTask, (cell, options, store)) for cell in jobs.values()]
         if args.cells == "*":
-            work.insert(0, farm.Job("embedding, heads", FixedTask, (options,)))
+            work.insert(0, farm.Job(FIXED_JOB, FixedTask, (options, store)))
+        kept = {job.name: value for job in work if (value := store.load(job.name, Measured)) is not None}
+        for name in kept:
+            print(f"{name}: measured before", flush=True)
+        work = [job for job in work if job.name not in kept]
         outcomes = farm.run(work, args.processes, limit_s=args.limit_s, say=lambda line: print(line, flush=True))
-        results = {outcome.name: outcome for outcome in outcomes}
-        fixed = results.get("embedding, heads")
+        results = {name: farm.Outcome(name, "done", value=value) for name, value in kept.items()}
+        results |= {outcome.name: outcome for outcome in outcomes}
+        fixed = results.get(FIXED_JOB)
         found = {key: cells_found(results[cell.name]) for key, cell in jobs.items()}
         book = Book(options, fixed.value if fixed and fixed.value else {}, found)
         config = book.config.to_dict() | {"step": options.settings(), "cells": args.cells}
@@ -360,6 +379,13 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 3 if any(outcome.status == "skipped" for outcome in outcomes) else 0
+
+
+def store_of(options: step.Options, device: torch.device) -> Store:
+    """Where results of this preset, these settings, sources and device are kept."""
+    depends = {"preset": options.preset, "step": options.settings(), "tier": options.tier}
+    depends["device"] = hardware.device_name(device)
+    return Store.of(Path("results", options.run, "layers"), source_digest(*SOURCES), depends)
 
 
 def cells_found(outcome: farm.Outcome) -> dict[int, Measured]:

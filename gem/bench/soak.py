@@ -51,34 +51,36 @@ def soak(
         loop.watch.add = keeping(loop.watch.add, losses)
         loop.watch.flush = keeping(loop.watch.flush, losses)
     clock, found = clock_for(device.type, flush_bytes=0), []
+    settings = config.to_dict() | {"step": section, "steps": steps}
+    run = record.Run(
+        run_name, "soak", name=f"soak-{variant}", case_row=config.row, config=settings, sources=SOURCES
+    )  # fmt: skip
+    base = {"subject": variant, "impl": report.implementation(config), "phase": "step"}
+    note = f"local batch {section['batch']}"
     try:
         for window in range(WINDOWS):
             hardware.reset_peak_memory(device)
             times = clock.run([loop.one] * (steps // WINDOWS))
             for _ in loop.watch.flush() if loop.watch is not None else ():
                 pass
-            found.append((Timing.of(times, 0), hardware.peak_memory_gib(device), list(losses)))
-            losses.clear()
-            timing, memory, _ = found[-1]
-            print(f"{(window + 1) * steps // WINDOWS} steps: {timing.p50:.2f} ms, {memory:.2f} GiB", flush=True)
-    finally:
-        loop.close()
-    settings = config.to_dict() | {"step": section, "steps": steps}
-    with record.Run(
-        run_name, "soak", name=f"soak-{variant}", case_row=config.row, config=settings, sources=SOURCES
-    ) as run:
-        base = {"subject": variant, "impl": report.implementation(config), "phase": "step"}
-        base["note"] = f"local batch {section['batch']}"
-        for window, (timing, memory, seen) in enumerate(found):
-            row = base | {"case": f"steps_{(window + 1) * steps // WINDOWS}"}
+            timing, memory = Timing.of(times, 0), hardware.peak_memory_gib(device)
+            found.append((timing, memory))
+            done = (window + 1) * steps // WINDOWS
+            row = base | {"case": f"steps_{done}", "note": f"{note}, of {steps} steps"}
             run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
             run.add(**row, metric="peak_mem_gib", p50=memory)
-            if seen:
-                run.add(**row, metric="loss", p50=float(np.mean(seen)), n=len(seen))
-        (early, before, _), (late, after, _) = found[1], found[-1]
-        base |= {"case": config.preset, "note": f"{base['note']}; last tenth of {steps} steps against the second"}
-        run.add(**base, metric="time_drift", p50=late.p50 / early.p50)
-        run.add(**base, metric="memory_growth", p50=(after - before) * 2**30)
+            if losses:
+                run.add(**row, metric="loss", p50=float(np.mean(losses)), n=len(losses))
+            losses.clear()
+            run.write()  # a run that is stopped leaves the windows that it did
+            print(f"{done} steps: {timing.p50:.2f} ms, {memory:.2f} GiB", flush=True)
+    finally:
+        loop.close()
+    (early, before), (late, after) = found[1], found[-1]
+    whole = base | {"case": config.preset, "note": f"{note}; last tenth of {steps} steps against the second"}
+    run.add(**whole, metric="time_drift", p50=late.p50 / early.p50)
+    run.add(**whole, metric="memory_growth", p50=(after - before) * 2**30)
+    run.write()
 
 
 def keeping(call, losses: list[float]):

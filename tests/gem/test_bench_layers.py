@@ -11,6 +11,7 @@ from gem import config as configuration
 from gem import record
 from gem.bench import attribution, cells, farm, layers, step
 from gem.bench.attribution import PLAYERS
+from gem.bench.cell_store import Store
 from gem.bench.cells import BASE, COLUMNS, PER_EVENT, Cell
 from gem.bench.timing import Timing
 from gem.counts import Counts
@@ -238,6 +239,50 @@ def test_embedding_and_heads_come_from_a_model_whose_layers_are_not_compiled(mon
     whole = task.model.flops(Counts(8, next(task.split.epoch(8, 0, 0)).lengths))
     assert {name: item.flops for name, item in found.items()} == {name: 3 * whole[name] for name in layers.FIXED}
     assert all(item.both.p50 > 0 for item in found.values())
+
+
+def test_what_was_timed_before_a_run_was_stopped_is_taken_from_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GEM_RESUME", "1")
+    command = ["--tier", "smoke", "--run", "trial", "--batch", "8", "--cells", "summary*"]
+
+    def rows():
+        """Of a run of the command: those with a number."""
+        assert layers.main(command) == 0
+        (part,) = (tmp_path / "results/trial/records/parts").glob("*.csv")  # a process gives each run a name
+        frame = record.read(part)
+        part.unlink()
+        return frame[frame.status == "ok"].drop(columns=["run_id"]).astype(str).to_dict("records")
+
+    first = rows()
+    (kept,) = (tmp_path / "results/trial/layers").iterdir()
+    assert {row["metric"] for row in first} >= {"time_ms", "mfu", "correct"}
+
+    def never(self):
+        raise RuntimeError("measured again")
+
+    monkeypatch.setattr(layers.CellTask, "measure", never)
+    assert rows() == first
+    assert "summary: measured before" in capsys.readouterr().out
+
+    def measures_again():
+        return not rows()
+
+    whole = kept.read_text()
+    kept.write_text(whole[:-9])  # damaged
+    assert measures_again()
+    kept.write_text(whole)
+    monkeypatch.setenv("GEM_RESUME", "0")
+    assert measures_again()
+    monkeypatch.setenv("GEM_RESUME", "1")
+    monkeypatch.setattr(layers, "source_digest", lambda *sources: "other")
+    assert measures_again()
+
+
+def test_a_cell_that_failed_is_not_kept(tmp_path):
+    store = Store.of(tmp_path, "0", {})
+    store.keep("a", {0: layers.Measured(status=("oom", "too large"))})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lost_cell_is_a_failed_cell():

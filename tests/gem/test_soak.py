@@ -41,6 +41,27 @@ def test_windows_drift_and_growth(tmp_path, monkeypatch, capsys):
     assert rows[rows.metric == "memory_growth"].p50.item() == 0.5 * 2**30
 
 
+def test_a_run_that_is_stopped_leaves_the_windows_that_it_did(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Stopped:
+        calls = 0
+
+        def run(self, calls):
+            self.calls += 1
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return [10.0] * len(calls)
+
+    clock = Stopped()
+    monkeypatch.setattr(soak, "clock_for", lambda *given, **named: clock)
+    with pytest.raises(KeyboardInterrupt):
+        soak.main(["--tier", "smoke", "--run", "try", "--steps", "40", "--batch", "16"])
+    rows = rows_of(tmp_path)
+    assert list(rows[rows.metric == "time_ms"].case) == ["steps_4", "steps_8", "steps_12"]
+    assert not {"time_drift", "memory_growth"} & set(rows.metric) and rows.note.str.endswith("of 40 steps").all()
+
+
 def test_a_batch_must_have_samples(capsys):
     assert soak.main(["--tier", "smoke", "--batch", "0"]) == 1
     assert capsys.readouterr().err == "error: --batch 0; allowed: 1 or more\n"
