@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,10 +35,16 @@ class Store:
         return self.folder / f"{name.replace(', ', '-').replace(' ', '_').replace(':', '.')}.json"
 
     def keep(self, name: str, found: dict) -> None:
-        """Store a result: event (int) or part (str) -> Measured. As a whole or not at all; nothing that failed."""
-        if all(item.status[0] == "ok" for item in found.values()):
-            items = [[event, dataclasses.asdict(item)] for event, item in found.items()]
-            record.write_text(self.path(name), json.dumps({"key": self.key, "found": items}))
+        """Store a result: event (int) or part (str) -> Measured. As a whole or not at all; nothing that failed. A disk
+        that takes no file is reported and costs the run nothing that it has timed."""
+        if not found or any(item.status[0] != "ok" for item in found.values()):
+            return
+        items = [[event, dataclasses.asdict(item)] for event, item in found.items()]
+        try:
+            text = json.dumps({"key": self.key, "sha256": _digest(items), "found": items})
+            record.write_text(self.path(name), text)
+        except OSError as error:
+            print(f"{name}: not kept: {type(error).__name__}: {error}", file=sys.stderr)
 
     def load(self, name: str, kind: type) -> dict | None:
         """A stored result as a dict of `kind`; None without GEM_RESUME=1, or if it is not there, damaged or of another
@@ -46,11 +53,15 @@ class Store:
             return None
         try:
             kept = json.loads(self.path(name).read_text(encoding="utf-8"))
-            if kept["key"] != self.key:
+            if kept["key"] != self.key or kept["sha256"] != _digest(kept["found"]):
                 return None
             return {event: _measured(kind, dict(values)) for event, values in kept["found"]}
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _digest(items: list) -> str:
+    return hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()
 
 
 def _measured(kind: type, values: dict):

@@ -31,7 +31,7 @@ import torch
 
 from gem import compile as compilation
 from gem import config as configuration
-from gem import hardware, metrics, record, report, train
+from gem import hardware, metrics, provenance, record, report, train
 from gem.bench import attribution, batches, cells, components, farm, parity, step, units
 from gem.bench.attribution import PLAYERS, Place
 from gem.bench.cell_store import Store
@@ -75,9 +75,11 @@ class CellTask:
         self.lengths = cells.median_lengths(self.config, self.data, self.settings["batch"])
         self.found: dict[int, Measured] = {}
         self.built = {}
-        # as in batches.draft: whole in samples, small in events; four times `draft` samples where GDPA pads them
+        # as in batches.draft: whole in samples, small in events; four times `draft` samples where GDPA pads them,
+        # which the feed-forward alone calls: other modules would be compiled once more for a whole batch
         batch, few = self.settings["batch"], self.settings["draft"]
-        rows = min(4 * few, batch) if self.config.implementations.gdpa == "eager" else batch
+        padded = self.cell.kind == "feed_forward" and self.config.implementations.gdpa == "eager"
+        rows = min(4 * few, batch) if padded else batch
         draft = {name: np.where(np.arange(rows) < few, lengths[:rows], 0) for name, lengths in self.lengths.items()}
         sizes = [cells.Inputs(self.config, found, self.device) for found in (draft, cells.small_lengths(self.data))]
         count = len(self.lengths) if self.cell.kind in PER_EVENT else 1
@@ -369,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
         results = {name: farm.Outcome(name, "done", value=value) for name, value in kept.items()}
         results |= {outcome.name: outcome for outcome in outcomes}
         fixed = results.get(FIXED_JOB)
-        found = {key: cells_found(results[cell.name]) for key, cell in jobs.items()}
+        found = {key: cells_found(results[cell.name], events_of(cell, options)) for key, cell in jobs.items()}
         book = Book(options, fixed.value if fixed and fixed.value else {}, found)
         config = book.config.to_dict() | {"step": options.settings(), "cells": args.cells}
         row = {"id": "layers" if args.cells == "*" else f"layers-{args.cells.replace('*', 'x')}"}
@@ -382,15 +384,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def store_of(options: step.Options, device: torch.device) -> Store:
-    """Where results of this preset, these settings, sources and device are kept."""
-    depends = {"preset": options.preset, "step": options.settings(), "tier": options.tier}
-    depends["device"] = hardware.device_name(device)
+    """Where results of this model, these settings, sources, software and device are kept. A cell's name says what a
+    variant asks for; what it runs as, and on which lengths, the tier's file says."""
+    tier = configuration.load_tier(options.tier)
+    depends = {"config": configuration.load(BASE, options.tier, options.preset).to_dict(), "step": options.settings()}
+    depends |= {name: tier[name] for name in ("implementations", "data")}
+    depends |= {"software": provenance.software(), "device": hardware.device_name(device)}
     return Store.of(Path("results", options.run, "layers"), source_digest(*SOURCES), depends)
 
 
-def cells_found(outcome: farm.Outcome) -> dict[int, Measured]:
-    """Measured event types of a cell; a process that was lost counts as failed."""
-    return outcome.value if outcome.value else {0: Measured(status=("failed", outcome.reason))}
+def events_of(cell: Cell, options: step.Options) -> int:
+    """On how many event types a cell is timed."""
+    data = configuration.load_tier(options.tier)["data"]
+    return len(batches.schema_of(data, 1).events) if cell.kind in PER_EVENT else 1
+
+
+def cells_found(outcome: farm.Outcome, events: int = 1) -> dict[int, Measured]:
+    """Measured event types of a cell; a process that was lost counts as failed on each of them."""
+    lost = Measured(status=("failed", outcome.reason))
+    return outcome.value if outcome.value else dict.fromkeys(range(events), lost)
 
 
 if __name__ == "__main__":

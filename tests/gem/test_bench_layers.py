@@ -1,5 +1,6 @@
 """Modules timed alone on a CPU: the check, the sums that variants make of them, and shares over all orders."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -271,6 +272,8 @@ def test_what_was_timed_before_a_run_was_stopped_is_taken_from_there(tmp_path, m
     whole = kept.read_text()
     kept.write_text(whole[:-9])  # damaged
     assert measures_again()
+    kept.write_text(whole.replace('"n": 5', '"n": 6', 1).replace('"p50": ', '"p50": 9', 1))  # whole JSON, other numbers
+    assert measures_again()
     kept.write_text(whole)
     monkeypatch.setenv("GEM_RESUME", "0")
     assert measures_again()
@@ -283,6 +286,59 @@ def test_a_cell_that_failed_is_not_kept(tmp_path):
     store = Store.of(tmp_path, "0", {})
     store.keep("a", {0: layers.Measured(status=("oom", "too large"))})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("section", ["implementations", "data", "preset", "step"])
+def test_results_of_another_tier_file_are_not_taken(section, monkeypatch):
+    tier = configuration.load_tier("gpu")
+    other = copy.deepcopy(tier)
+    if section == "preset":
+        other["preset"] = "large"
+    else:
+        part, name, value = {
+            "implementations": (other["implementations"]["gdpa"], "tlx", "triton"),
+            "data": (other["data"], "length_cv", 9.0),
+            "step": (other["step"], "part_ms", 1),
+        }[section]
+        part[name] = value
+    options = step.Options("gpu", "trial")
+    keys = []
+    for current in (tier, tier, other):
+        monkeypatch.setattr(configuration, "load_tier", lambda *given, current=current: current)
+        keys.append(layers.store_of(options, CPU).key)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_disk_that_takes_no_file_costs_no_time_that_is_measured(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    Store.of(tmp_path / "file", "0", {}).keep("a", {0: measured(1.0)})
+    assert "a: not kept: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, variant, rows", [
+    ("feed_forward", BASE, 8), ("self_attention", BASE, 16), ("pooling", BASE, 16), ("summary", BASE, 16)
+])  # fmt: skip
+def test_only_modules_that_pad_are_compiled_on_fewer_samples(kind, variant, rows, monkeypatch):
+    sizes, made = [], cells.Inputs
+
+    def seen(config, lengths, device):
+        sizes.append({len(value) for value in lengths.values()})
+        return made(config, lengths, device)
+
+    task = layers.CellTask(Cell.of(kind, ROWS[variant]), step.Options("smoke", "trial", batch=16))
+    task.settings = task.settings | {"draft": 2}
+    monkeypatch.setattr(cells, "Inputs", seen)
+    task.prepare()
+    assert sizes[0] == {rows}
+
+
+def test_a_sum_names_the_module_that_was_not_timed(book, tmp_path):
+    jobs, made = book
+    key = next(key for key in jobs if key[0] == "pooling")
+    lost = farm.Outcome("x", "skipped", "not ready when time was up")
+    made.found[key] = layers.cells_found(lost, layers.events_of(jobs[key], OPTIONS))
+    assert made.problem(ROWS[BASE]) == "pooling: failed: not ready when time was up"
+    assert written(made, jobs, tmp_path).status["shapley", "time_ms", "model"] == "failed"
 
 
 def test_a_lost_cell_is_a_failed_cell():
