@@ -28,7 +28,7 @@ RUNGS = {
     "attention_impl": ("baseline_varlen", "add_jfa_v4"), "gdpa_impl": ("add_jfa_v4", "rung_gdpa"),
     "self_attention": ("rung_gdpa", "rung_block"), "rotary": ("rung_block", "rung_rotary"),
     "norm": ("rung_rotary", "rung_norms"), "compskip": ("rung_norms", "rung_compskip"),
-    "pooling": ("rung_compskip", "drop_balance"),
+    "pooling": ("rung_compskip", "rung_hsp"),
 }  # fmt: skip
 
 

@@ -19,10 +19,14 @@ WATERFALL = {
     "rung_rotary": "+ fused rotary",
     "rung_norms": "+ fused norms",
     "rung_compskip": "+ CompSkip",
-    "drop_balance": "+ seed pooling",
-    "full": "+ balanced batches (full)",
+    "rung_hsp": "+ seed pooling",
+    "drop_graph": "+ balanced batches",
+    "full": "+ CUDA graphs (full)",
 }
-SAME_MATH = {"full_same_math": "full, mathematics of the baseline"}
+SAME_MATH = {
+    "same_math_eager": "kernels alone, mathematics of the baseline",
+    "full_same_math": "the same with CUDA graphs",
+}
 # on top of full; attention in 8 bits spares blocks, which have no 8-bit kernel
 LOW_PRECISION = {
     "mxfp8_attention": "full, attention in 8 bits",

@@ -243,5 +243,5 @@ def ages_to_tau(ages: torch.Tensor, time_scale: float) -> torch.Tensor:
 
 
 def rows_of(per_sample: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
-    """per_sample [B, d] repeated for each of its events: [total, d]."""
-    return per_sample.index_select(0, row_ids(offsets, total))
+    """per_sample [B, d] repeated for each of its events: [total, d]; rows past the end repeat the last sample."""
+    return per_sample.index_select(0, row_ids(offsets, total).clamp(max=per_sample.shape[0] - 1))

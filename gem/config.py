@@ -102,6 +102,13 @@ class SavedActivations(StrEnum):
     MX4 = "mx4"
 
 
+class Launch(StrEnum):
+    """How kernels of a training step reach a GPU: one by one, or forward and backward as one CUDA graph."""
+
+    EAGER = "eager"
+    GRAPH = "graph"
+
+
 class Balance(StrEnum):
     NONE = "none"
     LOCAL = "local"
@@ -133,6 +140,7 @@ class Toggles:
     balance: Balance = Balance.NONE
     compile: Switch = Switch.OFF
     optimizer: OptimizerMode = OptimizerMode.FOREACH
+    launch: Launch = Launch.EAGER
 
     def __post_init__(self):
         if self.layout is Layout.PADDED:
@@ -148,11 +156,27 @@ class Toggles:
                     raise ValueError(
                         f"layout: padded runs on {name} separate only, got 'fused'; the fused ops are jagged"
                     )
+        if self.launch is Launch.GRAPH:
+            self._check_graph()
         if (self.precision is Precision.BF16) != (self.mx_recipe is MxRecipe.NONE):
             raise ValueError(
                 f"mx_recipe: {self.mx_recipe.value!r} does not go with precision {self.precision.value!r}; "
                 "precision bf16 takes mx_recipe none, every other precision a recipe"
             )
+
+    def _check_graph(self) -> None:
+        """What a CUDA graph cannot hold: an op that looks at lengths on the host, or leaves rows past the end alone."""
+        refused = {
+            "layout": self.layout is Layout.PADDED,
+            "attention_impl": self.attention_impl in (AttentionImpl.PADDED, AttentionImpl.VARLEN),
+            "gdpa_impl": self.gdpa_impl is GdpaImpl.EAGER,
+        }
+        for name, bad in refused.items():
+            if bad and self.sequence is Switch.ON:
+                raise ValueError(
+                    f"launch: graph does not go with {name} {getattr(self, name).value!r}; allowed: layout jagged, "
+                    "attention_impl v1 to v4, gdpa_impl triton or tlx"
+                )
 
 
 TOGGLE_TYPES: dict[str, type[StrEnum]] = {
@@ -172,6 +196,7 @@ TOGGLE_TYPES: dict[str, type[StrEnum]] = {
     "balance": Balance,
     "compile": Switch,
     "optimizer": OptimizerMode,
+    "launch": Launch,
 }
 DESCRIPTIVE_COLUMNS = ("variant", "group", "base", "note")
 
@@ -229,6 +254,7 @@ class Implementations:
     norm: str = "eager"
     compile: str = "eager"
     optimizer: str = "foreach"
+    launch: str = "eager"
     precision: str = "mx"
 
 
@@ -352,6 +378,7 @@ def _implementations(toggles: Toggles, tier: dict) -> Implementations:
         "norm": toggles.norm,
         "compile": toggles.compile,
         "optimizer": toggles.optimizer,
+        "launch": toggles.launch,
     }
     values = {}
     for name, toggle in keys.items():
@@ -362,6 +389,8 @@ def _implementations(toggles: Toggles, tier: dict) -> Implementations:
     # Block formats of 8-bit rows: emulated MX unless the tier says "hopper".
     choices = table.get("precision") or {}
     values["precision"] = str(choices.get(toggles.precision.value, "mx"))
+    if toggles.precision is not Precision.BF16 and values["precision"] == "mx":
+        values["launch"] = "eager"  # emulated numerics look at lengths on the host
     return Implementations(**values)
 
 

@@ -7,7 +7,7 @@ that a history row can be compared with the candidate by a product of embeddings
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,11 @@ class FeatureTokens(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[B, num_tokens, width]."""
-        return self.mix(self.tables(batch.sparse).values(), batch.dense)
+        return self.mix(self.lookup(batch), batch.dense)
+
+    def lookup(self, batch: Batch) -> torch.Tensor:
+        """Pooled embeddings of all tables, float32 [B, tables * table_dim]."""
+        return self.tables(batch.sparse).values()
 
     def mix(self, pooled: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """What follows the lookups: pooled [B, tables * table_dim], dense [B, num_dense] -> [B, num_tokens, width]."""
@@ -107,7 +111,7 @@ def mean_rows(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return total / offsets.diff().clamp(min=1)[:, None].to(total.dtype)
 
 
-@lru_cache(maxsize=16)
+@cache  # a few kilobytes a batch size; CUDA graphs read them for as long as they live
 def every(rows: int, batch: int, device: torch.device) -> torch.Tensor:
     """Offsets int32 [batch + 1] of `rows` rows a sample: one object for all event types and steps, so that what kernels
     derive from it is derived once."""

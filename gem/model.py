@@ -6,6 +6,9 @@ outside, in the order that `gem.compile` documents.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -79,6 +82,18 @@ class Layer(nn.Module):
         return total
 
 
+class Lookups(NamedTuple):
+    """What a batch looks up in the tables, float32.
+
+    pooled [B, tables * table_dim]; rows: feature of a history -> [T, table_dim]; candidate [B, table_dim], None where
+    the data have none.
+    """
+
+    pooled: torch.Tensor
+    rows: dict[str, torch.Tensor]
+    candidate: torch.Tensor | None
+
+
 class GEM(nn.Module):
     """Batch -> logits, task -> float32 [B].
 
@@ -100,6 +115,7 @@ class GEM(nn.Module):
         self.layers = nn.ModuleList(Layer(config, schema, layer) for layer in range(config.model.num_layers))
         self.heads = Heads(config.model, schema.tasks)
         self.run_layer = lambda layer, *inputs: layer(*inputs)  # checkpointing replaces it
+        self.replay: Callable[[Batch], torch.Tensor] | None = None  # gem/graphs.py: forward and backward in one launch
         self.to(device)
 
     def embed_events(self, batch: Batch) -> dict[str, Events]:
@@ -110,9 +126,22 @@ class GEM(nn.Module):
         return {name: self.embed[f"{name}_embed"](batch, rows, candidate) for name in self.names}
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
-        x = self.features(batch)
-        events = self.embed_events(batch)
-        shape = (batch.size, self.config.model.num_seeds, self.config.model.width)
+        return self.trunk(self.features(batch), self.embed_events(batch))
+
+    def lookup(self, batch: Batch) -> Lookups:
+        """The part of the forward whose sizes follow the batch."""
+        rows, candidate = self.history(batch) if self.history is not None else ({}, None)
+        return Lookups(self.features.lookup(batch), rows, candidate)
+
+    def from_lookups(self, batch: Batch, found: Lookups) -> dict[str, torch.Tensor]:
+        """The rest of the forward. Reads of `batch` what is no id: offsets, ages and dense values."""
+        x = self.features.mix(found.pooled, batch.dense)
+        events = {name: self.embed[f"{name}_embed"](batch, found.rows, found.candidate) for name in self.names}
+        return self.trunk(x, events)
+
+    def trunk(self, x: torch.Tensor, events: dict[str, Events]) -> dict[str, torch.Tensor]:
+        """Layers and heads. x [B, num_tokens, width]."""
+        shape = (x.shape[0], self.config.model.num_seeds, self.config.model.width)
         pooled = {name: x.new_zeros(shape) for name in self.names}
         for layer in self.layers:
             x, events, pooled = self.run_layer(layer, x, events, pooled)

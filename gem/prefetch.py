@@ -56,7 +56,7 @@ def _has_room() -> bool:
         _SAID.add("room")
         print(
             f"prefetch: {SHARED} has {free / 2**20:.0f} MiB left, {ROOM / 2**20:.0f} are wanted (docker: --shm-size "
-            "2g); a thread makes the batches, which costs a step on a fast GPU up to a third of its time",
+            "2g); a thread makes the batches, which can slow the steps of a fast GPU",
             file=sys.stderr,
         )
     return free >= ROOM

@@ -96,7 +96,8 @@ def implementation(config: Config) -> str:
         parts = ["attention:mx_emulated", f"compile:{names.compile}"]
     if toggles.mx_recipe.value != "none":
         parts.append(f"{names.precision}:{toggles.mx_recipe.value}")
-    return " ".join([*parts, f"optimizer:{names.optimizer}"])
+    parts.append(f"optimizer:{names.optimizer}")
+    return " ".join(parts if names.launch == "eager" else [*parts, f"launch:{names.launch}"])
 
 
 def one_line(summary: dict) -> str:

@@ -9,6 +9,7 @@ its checkpoint, bit for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -19,13 +20,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from gem import checkpoint, checkpointing, evaluate, hardware, metrics, report
+from gem import checkpoint, checkpointing, evaluate, graphs, hardware, metrics, report
 from gem import compile as compilation
 from gem import config as configuration
 from gem import fused_tables as fused
@@ -79,7 +80,8 @@ def build(config: Config, data: Data, seed: int, device: torch.device, *, fused_
     compilation.apply(model, backend, regions=mode is Checkpointing.NONE)  # else under their budgets
     saved, budget = config.toggles.saved_activations, config.train.checkpoint_budget
     sample = functools.partial(_forward_of_a_sample, model, config, data, device)
-    return checkpointing.apply(model, mode, backend=backend, budget=budget, saved=saved, forward=sample)
+    checkpointing.apply(model, mode, backend=backend, budget=budget, saved=saved, forward=sample)
+    return graphs.apply(model, config)
 
 
 def _forward_of_a_sample(model: GEM, config: Config, data: Data, device: torch.device):
@@ -175,6 +177,7 @@ def train_seed(
     with (
         log_path.open("a") as log,
         Progress(total_steps, "steps", f"{config.variant} seed {seed}", quiet=quiet) as progress,
+        collecting_again(),
     ):
         progress.advance(first)
         batches = prefetch(_batches(config, data.train, seed, first, total_steps, per_epoch), device)
@@ -200,7 +203,6 @@ def train_seed(
             if step == first + WARMUP_STEPS and watch:
                 set_aside()
             start = time.perf_counter()
-        gc.unfreeze()
         for done in watch.flush() if watch else ():
             write(log, progress, done)
         flops, samples = count()
@@ -220,6 +222,15 @@ def set_aside() -> None:
     is a million objects, and looking through them now and then takes the host milliseconds a step."""
     gc.collect()
     gc.freeze()
+
+
+@contextlib.contextmanager
+def collecting_again() -> Iterator[None]:
+    """Ends what `set_aside` began in the block, however the block ends."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def train_step(
@@ -247,9 +258,18 @@ def step_once(
     Whoever calls it looks at them later (gem/watch.py); until then the device itself keeps the dense parameters from a
     loss or norm that is not finite.
     """
+    loss = backward(model, batch, config)
+    return loss, optimizers.clip_and_step(step, loss)
+
+
+def backward(model: GEM, batch: Batch, config: Config) -> torch.Tensor:
+    """Loss of a batch, a float32 scalar without its graph; gradients are left where they belong. One launch where the
+    model has CUDA graphs (gem/graphs.py)."""
+    if model.replay is not None:
+        return model.replay(batch)
     loss = forward_loss(model, batch, config)
     loss.backward()
-    return loss.detach(), optimizers.clip_and_step(step, loss)
+    return loss.detach()
 
 
 def forward_loss(model: GEM, batch: Batch, config: Config) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 _KEPT: dict[tuple, tuple] = {}
 _ASKED: list[Callable] | None = None
+_GRAPH: dict[tuple, tuple] | None = None
 
 
 @contextlib.contextmanager
@@ -22,6 +23,18 @@ def asked() -> Iterator[list[Callable]]:
         yield _ASKED
     finally:
         _ASKED = before
+
+
+@contextlib.contextmanager
+def one_graph() -> Iterator[None]:
+    """Around the capture of one CUDA graph, forward and backward: its kernels share a table, which each replay builds
+    once. What is kept keeps its memory until the capture ends, so that nothing later in the graph writes over it."""
+    global _GRAPH
+    before, _GRAPH = _GRAPH, {}
+    try:
+        yield
+    finally:
+        _GRAPH = before
 
 
 def _stream(x: torch.Tensor) -> int | None:
@@ -38,17 +51,21 @@ def kept(build, q_offsets: torch.Tensor | None, kv_offsets: torch.Tensor, *sizes
 
     The layers of a step share their offsets, so only the first one pays. The key holds the tensors' identity and
     version, and the stream, behind which the table is ready; entries leave with their offsets tensor. Built anew each
-    time for inference tensors, which have no version, and inside a CUDA graph, whose replays see other offsets at the
-    same address.
+    time for inference tensors, which have no version. Inside a CUDA graph, whose replays see other offsets at the same
+    address, a table belongs to the graph: built anew each time, or once in the block of `one_graph`.
     """
     if _ASKED is not None:
         _ASKED.append(partial(build, q_offsets, kv_offsets, *sizes))
     given = [x for x in (q_offsets, kv_offsets) if x is not None]
     stream = _stream(kv_offsets)
-    if stream is None or any(x.is_inference() for x in given):
+    if any(x.is_inference() for x in given) or (stream is None and _GRAPH is None):
         return build(q_offsets, kv_offsets, *sizes)
     versions = [(id(x), x._version) for x in given]
     key = (build.__module__, build.__qualname__, q_offsets is None, *versions, stream, *sizes)
+    if stream is None:
+        if key not in _GRAPH:
+            _GRAPH[key] = (given, build(q_offsets, kv_offsets, *sizes))
+        return _GRAPH[key][1]
     found = _KEPT.get(key)
     if found is not None and all(ref() is x for ref, x in zip(found[0], given, strict=True)):
         return found[1]

@@ -80,6 +80,7 @@ def largest(source: Source) -> list[dict]:
 ALL = (timed, components, largest)
 PAIRS = (
     ("full", "baseline_padded"), ("full", "baseline_varlen"), ("full_same_math", "baseline_varlen"),
+    ("same_math_eager", "baseline_varlen"), ("full", "drop_graph"),
     *((name, "full") for name in steps.LOW_PRECISION),
 )  # fmt: skip
 

@@ -78,8 +78,10 @@ class Loop:
         steps = min(max(int(repeat_ms / max(before[-1], 1e-3)), MIN_STEPS), MAX_STEPS)
         self.counts = []
         train.set_aside()
-        times = clock.run([self.one] * steps)
-        gc.unfreeze()
+        try:
+            times = clock.run([self.one] * steps)
+        finally:
+            gc.unfreeze()
         if self.watch is not None:  # raises if a loss was not finite
             for _ in self.watch.flush():
                 pass

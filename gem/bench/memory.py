@@ -40,6 +40,7 @@ SOURCES = (
     "gem/bench/batches.py",
     "gem/bench/timing.py",
     "gem/checkpointing.py",
+    "gem/graphs.py",
     "gem/regions.py",
     "gem/saved_activations.py",
     "gem/train.py",
@@ -85,6 +86,8 @@ class Bench:
 
     def timed(self, loop: Loop) -> dict[str, tuple[float, float, float]]:
         """metric -> (p50, p20, p80) of a step, and the peak of memory in it, one number without a spread."""
+        if loop.model.replay is not None:  # what was captured had other budgets
+            loop.model.replay.clear()
         hardware.reset_peak_memory(self.device)
         done = loop.timed(self.section["warmup"], self.section["repeat_ms"] / 2)
         memory = hardware.peak_memory_gib(self.device)

@@ -29,6 +29,7 @@ from gem.config import (
     Config,
     GdpaImpl,
     Implementations,
+    Launch,
     Layout,
     NormMode,
     Precision,
@@ -67,6 +68,7 @@ def reference_of(config: Config, dtype: str) -> Config:
         rotary=RotaryMode.SEPARATE,
         norm=NormMode.SEPARATE,
         checkpointing=Checkpointing.NONE,
+        launch=Launch.EAGER,
     )
     plain = Implementations(precision=config.implementations.precision)
     return dataclasses.replace(config, toggles=toggles, implementations=plain, dtype=dtype)
@@ -76,12 +78,25 @@ def gradients(model: GEM, batch: Batch, config: Config) -> tuple[float, dict[str
     """Loss, and the gradient of every dense parameter, which is taken off the model again."""
     loss = train.forward_loss(model, batch, config)
     loss.backward()
+    return float(loss.detach()), _taken(model)
+
+
+def as_launched(model: GEM, batch: Batch, config: Config) -> tuple[float, dict[str, torch.Tensor]]:
+    """`gradients` as a training step gets them, from CUDA graphs where the model has them."""
+    if model.replay is None:
+        return gradients(model, batch, config)
+    loss = float(train.backward(model, batch, config))
+    return loss, _taken(model)
+
+
+def _taken(model: GEM) -> dict[str, torch.Tensor]:
+    """The gradients of dense parameters, taken off the model."""
     found = {
         f"gradient of {name}": value.grad for name, value in model.dense_parameters().items() if value.grad is not None
     }
     for value in model.parameters():
         value.grad = None
-    return float(loss.detach()), found
+    return found
 
 
 def twin(model: GEM, config: Config) -> GEM:

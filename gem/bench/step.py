@@ -44,7 +44,7 @@ PARTS = ("step", "units", "profile", "largest")
 # What decides the numbers: kernels, model and training, and how they are timed. Also in config/experiments.tsv.
 _MODEL = (
     "train model sequence attention interaction experts norms heads embeddings fused_tables optim watch dataset "
-    "prefetch sampler balance compile checkpointing config sizes counts precision"
+    "prefetch sampler balance compile graphs checkpointing config sizes counts precision"
 ).split()
 _OWN = "step loop batches units components model_work parity low_reference farm timing".split()
 SOURCES = ("kernels", *(f"gem/{name}.py" for name in _MODEL), *(f"gem/bench/{name}.py" for name in _OWN))
@@ -159,12 +159,13 @@ class StepTask:
         return {"case": self.config.preset, "subject": subject, "impl": impl, "phase": phase}
 
     def check(self, run: record.Run, base: dict) -> None:
-        wrong, error = parity.problem(self.model, parity.whole_batch(self.small, self.device), self.config)
+        small = parity.whole_batch(self.small, self.device)
+        wrong, error = parity.problem(self.model, small, self.config, parity.as_launched)
         run.add(**base, metric="correct", p50=0 if wrong else 1, note=wrong or "loss and gradients of a small batch")
         if wrong:
             raise WrongResult(wrong)
         run.add(**base, metric="rel_err", p50=error, note="all dense gradients against float32")
-        release(self.device)
+        self.forget()
 
     def time_step(self, run: record.Run, base: dict) -> None:
         self.model.train()
@@ -177,11 +178,23 @@ class StepTask:
             memory = hardware.peak_memory_gib(self.device)
             mfu = self.add_step(run, base, done, memory, peak)
             if "profile" in self.parts:
-                self.detail(run, "{}:all", lambda: self.add_profile(run, loop.profiled(PROFILED_STEPS), done))
+                self.detail(run, "{}:all", lambda: self.add_profile(run, self.profiled(loop), done))
         finally:
             loop.close()
+        if self.model.replay is not None:
+            made, seconds = len(self.model.replay.made), self.model.replay.seconds
+            print(f"{self.config.variant}: {made} CUDA graphs, {seconds:.1f} s for them", flush=True)
         if "units" in self.parts:
             self.detail(run, "layers@{}", lambda: self.add_units(run, done, mfu, peak))
+
+    def profiled(self, loop: Loop) -> dict[str, float]:
+        """Milliseconds by component of steps whose kernels are launched one by one: in a CUDA graph the same kernels
+        have no operator that says what they are."""
+        replay, self.model.replay = self.model.replay, None
+        try:
+            return loop.profiled(PROFILED_STEPS)
+        finally:
+            self.model.replay = replay
 
     def detail(self, run: record.Run, subject: str, work: Callable[[], None]) -> None:
         """Measure beside the step: a failure costs its own rows, not the step's."""
@@ -299,7 +312,7 @@ class StepTask:
         self.add_step(run, base, done, memory, hardware.peak(self.device))
 
     def at_batch(self, size: int) -> tuple[Done, float]:
-        release(self.device)
+        self.forget()
         if not hasattr(self, "optimizers"):
             self.optimizers = Optimizers(self.model, self.config, TOTAL_STEPS)
         config = with_batch(self.config, size)
@@ -312,9 +325,11 @@ class StepTask:
         return done, hardware.peak_memory_gib(self.device)
 
     def forget(self) -> None:
-        """Free what a step that ran out of memory left."""
+        """Free what earlier steps left: gradients, CUDA graphs."""
         for value in self.model.parameters():
             value.grad = None
+        if self.model.replay is not None:
+            self.model.replay.clear()
         release(self.device)
 
 

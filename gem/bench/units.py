@@ -39,11 +39,6 @@ class Timed:
     part: Part
     timing: Timing
 
-    @property
-    def mfu_flops(self) -> float:
-        """FLOP/s."""
-        return self.part.flops / self.timing.p50 * 1e3
-
 
 def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
     """The parts of a model on one batch, without the optimiser."""

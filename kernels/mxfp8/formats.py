@@ -189,7 +189,10 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """One int64 from `generator` (None: torch's default CPU generator), moved to `device`."""
+    """One int64 from `generator` (None: torch's default CPU generator), moved to `device`. While a CUDA graph is
+    captured, without a generator, from the device's own, so that each replay draws another one."""
+    if generator is None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.randint(-(2**63), 2**63 - 1, (1,), device=device)
     source = torch.device("cpu") if generator is None else generator.device
     drawn = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=source)
     if source.type == "cpu" and device.type != "cpu":

@@ -13,7 +13,8 @@ from .synthetic import Book
 STEP_MS = {
     "baseline_padded": 400, "add_jagged": 300, "baseline_varlen": 240, "add_jfa_v2": 220, "add_jfa_v4": 200,
     "rung_gdpa": 170, "rung_window": 150, "rung_block": 140, "rung_rotary": 130, "rung_norms": 120,
-    "rung_compskip": 110, "drop_balance": 105, "full": 100, "full_same_math": 160, "mxfp8_full": 80, "drop_gdpa": 130,
+    "rung_compskip": 110, "rung_hsp": 105, "drop_graph": 103, "full": 100, "same_math_eager": 165,
+    "full_same_math": 160, "mxfp8_full": 80, "drop_gdpa": 130,
 }  # fmt: skip
 SHAPLEY = {"attention_impl": 45.0, "gdpa_impl": 30.0, "self_attention": 25.0, "rotary": 12.0, "norm": 8.0,
            "compskip": 12.0, "pooling": 3.0}  # fmt: skip

@@ -48,6 +48,7 @@ EFFECTS = {
     "balance": ("order", {}, {"none": {}, "local": {}, "bbs": {}}),
     "compile": ("wrapped", {}, {"off": {}, "on": {}}),
     "optimizer": ("ops", {}, {"foreach": {}, "fused": {}}),
+    "launch": ("wrapped", {"attention_impl": "v4", "gdpa_impl": "tlx"}, {"eager": {}, "graph": {}}),
 }  # fmt: skip
 # What the smoke tier maps onto one implementation is given another one that runs here.
 TIER = load_tier("smoke")
@@ -56,6 +57,7 @@ TIER["implementations"] = {
     "gdpa": {"eager": "eager", "triton": "reference", "tlx": "reference"},
     "compile": {"off": "eager", "on": "aot_eager"},
     "optimizer": {"foreach": "foreach", "fused": "fused"},
+    "launch": {"eager": "eager", "graph": "static"},
 }
 
 
@@ -132,6 +134,13 @@ def test_compile_wraps_every_module_of_every_layer(data):
         assert {compilation.is_compiled(module) for module in (*modules, model.heads)} == {value == "on"}
 
 
+def test_launch_replays_forward_and_backward(data):
+    _, base, values = EFFECTS["launch"]
+    for value in values:
+        model = train.build(made(**base, launch=value), data, 0, CPU)
+        assert (model.replay is not None) == (value == "graph")
+
+
 def test_the_fused_norms_run_the_gdpa_that_the_row_names(data):
     """The two columns are independent: norm says who runs the norms, gdpa_impl who runs between them."""
     for value, expected in (("eager", "eager"), ("triton", "reference")):
@@ -143,5 +152,5 @@ def test_the_fused_norms_run_the_gdpa_that_the_row_names(data):
 def test_the_gpu_tiers_name_one_implementation_a_value():
     for tier in ("gpu", "gpu2"):
         table = load_tier(tier)["implementations"]
-        for name in ("attention", "gdpa", "optimizer", "compile", "norm"):
+        for name in ("attention", "gdpa", "optimizer", "compile", "norm", *(["launch"] if tier == "gpu" else [])):
             assert len(set(table[name].values())) == len(table[name]), f"{tier}: {name} maps two values to one"

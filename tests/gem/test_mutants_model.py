@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from gem import attention, balance, checkpointing, experts, model, norms, precision, sequence
+from gem import attention, balance, checkpointing, experts, graphs, model, norms, precision, sequence
 from gem import compile as compilation
 from gem.config import Pooling, SelfAttention
 from gem.dataset import Split
 from gem.train import Data
-from tests.gem import test_balance, test_columns, test_equations, test_model, tiny
+from tests.gem import test_balance, test_columns, test_equations, test_graphs, test_model, tiny
 from tests.kernels.mutants import Mutant
 
 # Where a break shows as an exception: the compiler's, and a gradient that is not there.
@@ -232,6 +232,11 @@ BREAKS = {
                    test_columns.test_a_flip_changes_what_runs, {"column": "optimizer"}),
                   ("loss_summed_over_the_batch", test_equations, "normalised_loss", summed_not_averaged,
                    E.test_o39_table_gradients_average_over_the_global_batch, {"parts": 2})],
+    "launch": [("offsets_stay_those_of_the_capture", graphs, "_plain",
+                lambda old: lambda batch, events: old(batch, events)[2 * len(events):],
+                test_graphs.test_padded_buffers_train_alike, {"row": "full"}),
+               ("tables_learn_nothing", graphs._Graph, "give_back", lambda old: lambda *_: None,
+                test_graphs.test_padded_buffers_train_alike, {"row": "plain"})],
 }  # fmt: skip
 CASES = [(column, *broken) for column, breaks in BREAKS.items() for broken in breaks]
 

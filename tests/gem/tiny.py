@@ -23,7 +23,7 @@ ROW = {
     "self_attention": "full", "rotary": "separate", "norm": "separate", "compskip": "off", "pooling": "pma",
     "sequence": "on", "precision": "bf16", "mx_recipe": "none", "checkpointing": "none", "saved_activations": "full",
     "balance": "none",
-    "compile": "off", "optimizer": "foreach", "note": "",
+    "compile": "off", "optimizer": "foreach", "launch": "eager", "note": "",
 }  # fmt: skip
 
 MODEL = ModelConfig(

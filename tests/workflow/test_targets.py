@@ -243,7 +243,7 @@ def test_typos_in_config_files_name_file_row_column_and_what_is_allowed(tree, fi
 
 def test_names_in_schemas_are_those_of_the_code():
     """Schemas name implementations and ops without importing torch; here they are held to the registries."""
-    from gem import attention, compile
+    from gem import attention, compile, graphs
     from gem.bench import cases
     from kernels.block_attention.api import REGISTRY as block
     from kernels.gdpa.api import REGISTRY as gdpa
@@ -254,6 +254,7 @@ def test_names_in_schemas_are_those_of_the_code():
     names = {key: set(value["enum"]) for key, value in named.items()}
     assert names["attention"] == {"auto", attention.VARLEN, *jfa.entries}
     assert names["gdpa"] == {"auto", *gdpa.entries} and names["block_attention"] == {"auto", *block.entries}
+    assert names["launch"] == set(graphs.LAUNCHES)
     assert names["compile"] == set(compile.BACKENDS) and names["optimizer"] == {"foreach", "fused"}
     assert tuple(sheets.schema_of("kernels", ROOT)["properties"]["op"]["enum"]) == cases.OPS
 
