@@ -10,7 +10,8 @@ captured; gem.config refuses those combinations.
 
 The room comes in levels of 2 %, or wider ones for small batches, whose sizes scatter: a batch takes the graph of the
 smallest level that holds it, which is captured when it is first needed. All graphs of a model share their memory for
-activations. Lookups stay outside, as their sizes follow the batch, and so do the optimiser and whatever reads the loss.
+activations, and one for an uncommonly large batch is captured first, so that all others fit into what it took. Lookups
+stay outside, as their sizes follow the batch, and so do the optimiser and whatever reads the loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kernels.kept import one_graph
 STEP = 0.02  # of the first batch's events: a level more, at least
 ALIGN = 256  # rows
 MOST = 16  # graphs kept, the last used
+SPREADS = 3  # standard deviations of a batch's events that the first capture has room for
 WARMUP = 2  # runs before a capture: whatever compiles, tunes or loads itself does it there
 LAUNCHES = ("eager", "static", "graph")
 
@@ -51,6 +53,7 @@ class Graphs:
         self.made: OrderedDict[tuple[int, ...], _Graph] = OrderedDict()  # by local batch and rows of each event type
         self.pool = None
         self.seconds = 0.0  # spent on captures
+        self.peak = 0  # bytes of the device in use at most while graphs were captured; replays do not count theirs
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         with _autocast(self.config, self.device):
@@ -67,7 +70,7 @@ class Graphs:
         """Forget all graphs and free their memory: parameters have moved, or another batch size needs the room."""
         self.made.clear()
         self.scales.clear()
-        self.pool = None
+        self.pool, self.peak = None, 0
 
     def graph_for(self, batch: Batch) -> _Graph:
         """The graph of the batch's level, or of the next above where that is already there."""
@@ -76,6 +79,8 @@ class Graphs:
             self.scales[batch.size] = _Scale.of(lengths)
         scale = self.scales[batch.size]
         level = scale.level({name: int(item.sum()) for name, item in lengths.items()})
+        if not any(key[0] == batch.size for key in self.made):
+            level = max(level, scale.top)
         keys = [(batch.size, *scale.capacity(each).values()) for each in (level, level + 1)]
         key = next((key for key in keys if key in self.made), keys[0])
         if key not in self.made:
@@ -88,17 +93,21 @@ class Graphs:
 
 @dataclasses.dataclass(frozen=True)
 class _Scale:
-    """Capacities for batches of one size: level 0 holds the first batch, each level `step` times as much more."""
+    """Capacities for batches of one size: level 0 holds the first batch, each level `step` times as much more; few
+    batches need more than level `top`."""
 
     events: dict[str, int]
     step: float
+    top: int
 
     @staticmethod
     def of(lengths: Mapping[str, torch.Tensor]) -> _Scale:
         """From the lengths [B] of the first batch: a step is half of what chance moves the sum of a batch by."""
         every = sum(item.double() for item in lengths.values()) if lengths else torch.zeros(1)
         spread = float(every.std(correction=0) * len(every) ** 0.5 / every.sum().clamp(min=1))
-        return _Scale({name: max(int(item.sum()), ALIGN) for name, item in lengths.items()}, max(STEP, spread / 2))
+        step = max(STEP, spread / 2)
+        events = {name: max(int(item.sum()), ALIGN) for name, item in lengths.items()}
+        return _Scale(events, step, math.ceil(SPREADS * spread / step - 1e-9))
 
     def level(self, events: Mapping[str, int]) -> int:
         """The smallest level that holds these events of every type."""
@@ -190,6 +199,7 @@ class _Graph:
             self.outputs = self.compute()
         self.owner.pool = graph.pool()
         self.graph = graph
+        self.owner.peak = max(self.owner.peak, torch.cuda.max_memory_allocated())
         self.owner.seconds += time.perf_counter() - began
 
     def compute(self) -> tuple[torch.Tensor, _Gradients]:
@@ -206,7 +216,8 @@ class _Graph:
 
     def found(self) -> Lookups:
         """The buffers as what a lookup returns."""
-        pooled, *rest = self.lookups
+        # as views, since those of a batch are no leaves either, and torch.compile tells the two apart
+        pooled, *rest = (item.view_as(item) for item in self.lookups)
         rows = {f"{name}_{part}": rest.pop(0) for name in self.rows for part in ("item", "action")}
         return Lookups(pooled, rows, rest[0] if rest else None)
 

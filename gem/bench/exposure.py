@@ -51,14 +51,3 @@ def of_profile(events) -> tuple[float, float]:
         interval = (event.time_range.start, event.time_range.end)
         (talking if COMMUNICATION.search(event.name) else working).append(interval)
     return sum(end - start for start, end in union(talking)) / 1e3, outside(talking, working) / 1e3
-
-
-def samples_per_s(samples_by_rank: Iterable[int], seconds: float, sharing: int = 1) -> float:
-    """Throughput of a job: samples of all ranks a second. sharing: ranks that work on the same samples.
-
-    In our meshes it is 1: every rank of every axis reads its own samples (an expert group exchanges them, it does not
-    share them). A tensor-parallel group would divide. ValueError: sharing < 1 or seconds <= 0.
-    """
-    if sharing < 1 or not seconds > 0:
-        raise ValueError(f"throughput: sharing {sharing}, {seconds} s; allowed: at least 1, and a positive time")
-    return sum(samples_by_rank) / sharing / seconds

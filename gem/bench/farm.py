@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -224,6 +225,11 @@ def _work(job: Job, pipe: Connection) -> None:
     except Exception as error:
         traceback.print_exc()
         pipe.send(("failed", _reason(error)))
+    # What is left is to tear down an interpreter full of compiled graphs, which takes seconds that the next one waits.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.close()
+    os._exit(0)
 
 
 def _reason(error: Exception) -> str:

@@ -52,7 +52,7 @@ PROFILED_CALLS = 2
 @dataclass
 class Measured:
     """One cell on one event type. fwd, both: times of the forward, and of forward and backward. flops: of both.
-    parts: component -> ms of both. status other than ok: why there is no time."""
+    parts: component -> ms of both. status other than ok: why there is no time. captured: timed as CUDA graphs."""
 
     fwd: Timing | None = None
     both: Timing | None = None
@@ -60,6 +60,7 @@ class Measured:
     error: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     status: tuple[str, str] = ("ok", "")
+    captured: bool = False
 
 
 class CellTask:
@@ -127,8 +128,12 @@ class CellTask:
                 made.call(*leaves)
 
         settings = {"device": self.device.type, "warmup": 2, "repeat_ms": self.settings["part_ms"], "clock": clock}
-        times = [measure(call, min_repeats=5, max_repeats=100, **settings) for call in (alone, both)]
-        return Measured(*times, real.flops, error, profile(both, self.device))
+        times, graphs = [], []
+        for call in (alone, both):
+            graphs.append(units.captured(call, self.device))
+            times.append(measure(graphs[-1] or call, min_repeats=5, max_repeats=100, **settings))
+        parts = profile(both, self.device)
+        return Measured(*times, real.flops, error, parts, captured=None not in graphs)
 
 
 class FixedTask:
@@ -167,7 +172,7 @@ class FixedTask:
         found = {}
         for item in units.time_parts(wanted, self.device, self.settings["part_ms"]):
             parts = profile(item.part.call, self.device)
-            found[item.part.name] = Measured(None, item.timing, item.part.flops, 0.0, parts)
+            found[item.part.name] = Measured(None, item.timing, item.part.flops, 0.0, parts, captured=item.captured)
         if self.store is not None:
             self.store.keep(FIXED_JOB, found)
         return found
@@ -287,19 +292,21 @@ def _write_cell(run, book: Book, cell: Cell, base: dict, found: dict[int, Measur
     for event, item in found.items():
         if cell.kind in PER_EVENT:
             own = base | {"subject": f"{base['subject']}[{book.events[event]}]"}
-            _write_times(run, own, item.fwd, item.both, item.flops, peak)
+            _write_times(run, own, item.fwd, item.both, item.flops, peak, item.captured)
     fwd, both = (
         Timing(*(sum(getattr(getattr(item, side), name) * depth[event] for event, item in found.items())
                  for name in ("p50", "p20", "p80")), n=min(getattr(item, side).n for item in found.values()), warmup=2)
         for side in ("fwd", "both")
     )  # fmt: skip
     flops = sum(item.flops * depth[event] for event, item in found.items())
-    _write_times(run, base, fwd, both, flops, peak)
+    _write_times(run, base, fwd, both, flops, peak, all(item.captured for item in found.values()))
 
 
-def _write_times(run, base: dict, fwd: Timing, both: Timing, flops: int, peak) -> None:
+def _write_times(run, base: dict, fwd: Timing, both: Timing, flops: int, peak, captured: bool) -> None:
+    base = base | {"note": units.launch_note(captured)}
     for phase, timing in (("fwd", fwd), ("step", both)):
         run.add(**base, phase=phase, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
+    base.pop("note")
     run.add(**base, phase="bwd", metric="time_ms", p50=both.p50 - fwd.p50, n=both.n, note="both less the forward")
     run.add(**base, phase="step", metric="mfu", p50=metrics.mfu(flops, both.p50 / 1e3, peak.flops), n=both.n)
 

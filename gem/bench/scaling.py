@@ -9,7 +9,7 @@ lengths first, whose sizes the compiler takes for usual, and sees all batches of
 loss of the first joined batch is compared with the sum of what single GPUs compute; where it differs, there is no time
 but status failed.
 
-Subject <variant>: time_ms, qps, mfu; weak_scaling = QPS of n over n times QPS of one;
+Subject <variant>: time_ms, qps, mfu, all of the median step; weak_scaling = QPS of n over n times QPS of one;
 scaling_ratio = MFU of the step over time-weighted MFU of the layers; exposed_ms = communication that no kernel of this
 GPU hides, from the profiler, largest of the ranks. Subject <variant>@one_gpu: the step of one GPU, of this very run.
 """
@@ -20,7 +20,7 @@ import dataclasses
 import gc
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +34,7 @@ from gem import config as configuration
 from gem import hardware, metrics, report
 from gem import train as single
 from gem.bench import batches, exposure, model_work, parity, ranks, units
-from gem.bench.loop import Loop, with_batch
+from gem.bench.loop import Done, Loop, with_batch
 from gem.bench.ranks import Job
 from gem.bench.timing import Timing
 from gem.counts import Counts
@@ -91,7 +91,9 @@ class Case:
         self.data = single.Data(self.split, self.split)
         self.device = job.rank.device
         self.warmup = self.settings["warmup"] + self.settings["batches"]
-        draft = parity.whole_batch(batches.draft(schema, self.settings, tier["data"], SEED), self.device)
+        padded = self.config.implementations.gdpa == "eager"
+        drafts = batches.draft(schema, self.settings, tier["data"], SEED, padded=padded)
+        draft = parity.whole_batch(drafts, self.device)
         weightless = {task: torch.zeros_like(weight) for task, weight in draft.weights.items()}
         self.draft = dataclasses.replace(draft, weights=weightless)  # nothing is learned from it
 
@@ -174,22 +176,27 @@ class Together:
         self.found.append(self.trainer.step(batch, parts, self.case.counts(parts), self.step))
         self.step += 1
 
-    def timed(self) -> tuple[Timing, float, list[Counts]]:
-        """STEPS steps in a row: the times of the slowest rank, their sum in s, and what this rank read."""
-        for _ in range(self.case.warmup):
-            self.one()
-        dist.barrier()
+    def times(self) -> list[float]:
+        """Milliseconds of STEPS steps in a row on this rank."""
         torch.cuda.synchronize()
-        self.seen = []
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
         marks[0].record()
         for mark in marks[1:]:
             self.one()
             mark.record()
         torch.cuda.synchronize()
-        times = torch.tensor([a.elapsed_time(b) for a, b in itertools.pairwise(marks)], device=self.case.device)
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+    def timed(self) -> Done:
+        """Steps in a row after the warm-up. Ranks go in lockstep, so a step took what its slowest rank took: times are
+        the same on every rank, counts are of what this rank read."""
+        for _ in range(self.case.warmup):
+            self.one()
+        dist.barrier()
+        self.seen = []
+        times = torch.tensor(self.times(), device=self.case.device, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        return Timing.of(times.tolist(), self.case.warmup), float(times.sum()) / 1e3, self.seen
+        return Done(Timing.of(times.tolist(), self.case.warmup), tuple(times.tolist()), tuple(self.seen))
 
     def profiled(self) -> tuple[float, float]:
         """(communication, exposed) in ms of a step on this rank."""
@@ -254,20 +261,31 @@ def measure(job: Job, name: str) -> None:
     dist.barrier()
 
 
+def joint_rate(job: Job, done: Done, amounts: Iterable[float]) -> tuple[float, float, float]:
+    """What all ranks together did of `amounts`, one a step of this rank, in a second: (p50, p20, p80) over steps.
+
+    In lockstep a step of the job does the sum of its ranks' amounts in the time of the slowest, so amounts are summed
+    step by step before the median is taken: the ranks' own medians may be of different steps.
+    """
+    return done.rate([sum(job.gathered(amount)) for amount in amounts])
+
+
 def record(job: Job, run, row: dict, case: Case, one: Alone, together: Together) -> None:
+    """Rows of a subject. The slowest step is named, since a median is silent about it."""
     hardware.reset_peak_memory(case.device)
-    timing, seconds, seen = together.timed()
+    done = together.timed()
     memory = hardware.peak_memory_gib(case.device)
-    batch, peak = case.settings["batch"], hardware.peak(case.device)
-    note, n = f"local batch {batch}", timing.n
-    run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=n, note=note)
-    samples = [batch] * case.world
-    rate = exposure.samples_per_s(samples * len(seen), seconds)
-    slow, fast = (exposure.samples_per_s(samples, value / 1e3) for value in (timing.p80, timing.p20))
+    timing, peak = done.timing, hardware.peak(case.device)
+    note, n = f"local batch {case.settings['batch']}", timing.n
+    slowest = f"{note}; slowest step {max(done.times):.4g} ms"
+    run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=n, note=slowest)
+    rate, slow, fast = joint_rate(job, done, [item.batch for item in done.counts])
     run.add(**row, metric="qps", p50=rate, p20=slow, p80=fast, n=n, note=f"all {case.world} GPUs, {note}")
-    flops = sum(job.gathered(float(model_work.of_steps(together.trainer.model, case.config, seen).model)))
-    mfu = metrics.mfu(flops, seconds, peak.flops * case.world)
-    run.add(**row, metric="mfu", p50=mfu, n=n, note=f"peak: {case.world} x {peak.name}; {note}")
+    works = [model_work.of_steps(together.trainer.model, case.config, [item]).model for item in done.counts]
+    useful = joint_rate(job, done, works)
+    mfu, slow, fast = (metrics.mfu(value, 1.0, peak.flops * case.world) for value in useful)
+    whole = f"peak: {case.world} x {peak.name}; {note}"
+    run.add(**row, metric="mfu", p50=mfu, p20=slow, p80=fast, n=n, note=whole)
     local = sum(job.gathered(one.local_mfu)) / case.world
     run.add(**row, metric="scaling_ratio", p50=mfu / local, note="MFU of the step over that of its layers on one GPU")
     qps = job.gathered(one.qps)

@@ -64,6 +64,8 @@ def soak(
             for _ in loop.watch.flush() if loop.watch is not None else ():
                 pass
             timing, memory = Timing.of(times, 0), hardware.peak_memory_gib(device)
+            if model.replay is not None:
+                memory = max(memory, model.replay.peak / 2**30)
             found.append((timing, memory))
             done = (window + 1) * steps // WINDOWS
             row = base | {"case": f"steps_{done}", "note": f"{note}, of {steps} steps"}

@@ -184,6 +184,7 @@ class StepTask:
         if self.model.replay is not None:
             made, seconds = len(self.model.replay.made), self.model.replay.seconds
             print(f"{self.config.variant}: {made} CUDA graphs, {seconds:.1f} s for them", flush=True)
+            self.forget()
         if "units" in self.parts:
             self.detail(run, "layers@{}", lambda: self.add_units(run, done, mfu, peak))
 
@@ -266,7 +267,8 @@ class StepTask:
         )
         for item in (*timed, *update):
             base, timing = self.row(f"{item.part.name}@{{}}"), item.timing
-            run.add(**base, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
+            note = units.launch_note(item.captured)
+            run.add(**base, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n, note=note)
             if item.part.flops:
                 run.add(
                     **base, metric="mfu", p50=metrics.mfu(item.part.flops, timing.p50 / 1e3, peak.flops), n=timing.n

@@ -8,6 +8,7 @@ beyond its layers is the optimiser, which is timed here too, and what the parts 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from gem.counts import Counts
 from gem.dataset import Batch
 from gem.heads import batch_loss
 from gem.model import GEM
+from kernels.kept import one_graph
 
 # Overwritten before each call: longer than the launch of a layer's kernels takes the CPU, so that the GPU never waits.
 FLUSH_BYTES = 2**30
@@ -27,27 +29,32 @@ FLUSH_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Part:
-    """One part: name, model FLOPs of forward and backward, and a call that runs both."""
+    """One part: name, model FLOPs of forward and backward, and a call that runs both. fixed: a CUDA graph can hold it,
+    which neither lookups nor the optimiser are made for."""
 
     name: str
     flops: int
     call: Callable[[], None]
+    fixed: bool = True
 
 
 @dataclass(frozen=True)
 class Timed:
+    """captured: timed as a CUDA graph, so that the host has no part in it."""
+
     part: Part
     timing: Timing
+    captured: bool = False
 
 
 def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
     """The parts of a model on one batch, without the optimiser."""
     counts = Counts(batch.size, batch.lengths)
-    captured: list[tuple] = []
+    met: list[tuple] = []
     inside = model.run_layer
 
     def record(layer, *inputs):
-        captured.append((layer, inputs))
+        met.append((layer, inputs))
         return inside(layer, *inputs)
 
     model.run_layer = record
@@ -67,8 +74,8 @@ def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
     whole = model.flops(counts)
     table = [name for name in ("features", "history", "embed") if getattr(model, name, None) is not None]
     dense = [value for name in table for value in getattr(model, name).parameters()]
-    found = [_part("embedding", 3 * whole["embedding"], embedding, (), dense, config, batch)]
-    for index, (layer, inputs) in enumerate(captured):
+    found = [_part("embedding", 3 * whole["embedding"], embedding, (), dense, config, batch, fixed=False)]
+    for index, (layer, inputs) in enumerate(met):
         flops = 3 * sum(layer.flops(counts).values())
         run = _layer_call(layer)
         found.append(_part(f"layer{index}", flops, run, inputs, list(layer.parameters()), config, batch))
@@ -101,8 +108,8 @@ def _layer_call(layer) -> Callable:
     return run
 
 
-def _part(name, flops, run, inputs, parameters, config: Config, batch: Batch) -> Part:
-    return Part(name, flops, closure(run, inputs, parameters, config, batch.dense.device))
+def _part(name, flops, run, inputs, parameters, config: Config, batch: Batch, fixed: bool = True) -> Part:
+    return Part(name, flops, closure(run, inputs, parameters, config, batch.dense.device), fixed)
 
 
 def closure(
@@ -174,14 +181,51 @@ def optimizer_part(model: GEM, optimizers) -> Part:
             optimizers.clip()
             optimizers.step(0)
 
-    return Part("optimizer", 0, call)
+    return Part("optimizer", 0, call, fixed=False)
+
+
+def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
+    """`call`, whose inputs are always the same tensors, as one CUDA graph; None where there is no GPU or the call
+    cannot be captured.
+
+    A module alone is a few kernels, which a GPU runs faster than a host can queue them. The source's local MFU is about
+    the kernels.
+    """
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), one_graph():
+            call()
+    except RuntimeError as error:
+        print(f"not captured: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+def launch_note(captured: bool) -> str:
+    """For a record."""
+    return "as one CUDA graph" if captured else "launched kernel by kernel"
 
 
 def time_parts(parts: Iterable[Part], device: torch.device, repeat_ms: float, clock=None) -> list[Timed]:
     """Each part alone, a few calls."""
     clock = clock or clock_for(device.type, FLUSH_BYTES)
     settings = {"device": device.type, "warmup": 2, "repeat_ms": repeat_ms, "min_repeats": 5, "max_repeats": 50}
-    return [Timed(part, measure(part.call, clock=clock, **settings)) for part in parts]
+    found = []
+    for part in parts:
+        graph = captured(part.call, device) if part.fixed else None
+        found.append(Timed(part, measure(graph or part.call, clock=clock, **settings), graph is not None))
+        del graph  # its memory is wanted for the next one
+    return found
 
 
 def local_mfu(timed: Iterable[Timed], peak_flops: float) -> float:

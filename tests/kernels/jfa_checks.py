@@ -296,6 +296,22 @@ def company_does_not_matter(impl: str, device="cpu", dtype=torch.float32, **keyw
                 assert torch.equal(got[name][before : before + length], alone[name]), f"{length}, {trial}: {name}"
 
 
+def any_company_does_not_matter(impl: str) -> None:
+    """O07 with short companions, and with one so long that every matrix library takes another path for its size."""
+    company_does_not_matter(impl)
+    own, other = (make_inputs("jagged_attention", [length], seed=length) for length in (400, 1000))
+    alone = run(own, impl)
+    joined = Inputs(
+        *(torch.cat([getattr(own, n), getattr(other, n)]) for n in "qkv"),
+        offsets(400, 1000),
+        None,
+        torch.cat([own.do, other.do]),
+    )
+    for name, value in run(joined, impl).items():
+        if name in alone and value.dim():
+            assert torch.equal(value[:400], alone[name]), name
+
+
 def a_crowd_does_not_matter(impl: str) -> None:
     """1,025 short sequences on three threads, whose shares end at odd places: the bits of small batches."""
     inputs = make_inputs("jagged_attention", [5] * 1025, num_heads=1)

@@ -83,6 +83,10 @@ def test_company_does_not_matter_on_any_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
+def test_company_of_other_sizes_does_not_matter():
+    checks.any_company_does_not_matter("eager")
+
+
 def test_a_crowd_does_not_matter():
     checks.a_crowd_does_not_matter("eager")
 

@@ -140,7 +140,7 @@ MUTANTS = [
         True,
     ),
     Mutant(
-        "tile_by_the_longest", eager, "length_class", _size_of_longest, checks.company_does_not_matter, _EAGER, True
+        "tile_by_the_longest", eager, "length_class", _size_of_longest, checks.any_company_does_not_matter, _EAGER, True
     ),
     Mutant("int64_offsets_as_int32", eager, "host_offsets", _reinterpreted, checks.offsets_of_any_kind, _EAGER, True),
     Mutant("bias_table_without_gradient", eager, "_add_to_table", lambda *_: None, bias_and_window),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from gem.bench import ranks, scaling
-from gem.bench.timing import Timing
+from gem import hardware
+from gem.bench import model_work, ranks, scaling
+
+# Milliseconds of the steps of each rank. The slower rank changes: a step of the job takes 30, 50 and 160, so that the
+# median is 50 by step, the mean 80, and each rank's own median 30 and 20.
+TIMES = ((30.0, 10.0, 160.0), (20.0, 50.0, 15.0))
 
 
 class Rows:
@@ -17,7 +21,7 @@ class Rows:
 
 
 def step(rank, name: str) -> dict:
-    """One GPU's part, the loss of two steps of the job, and the rows for steps that took 30 and 50 ms."""
+    """One GPU's part, the loss of two steps of the job, and the rows for steps that took TIMES."""
     job = ranks.Job(rank, "smoke", "smoke", {"bench": {}}, 1e9, clock=object())
     case = scaling.Case(job, name)
     case.settings = case.settings | {"repeat_ms": 1.0, "part_ms": 1.0, "warmup": 1}
@@ -27,10 +31,18 @@ def step(rank, name: str) -> dict:
     together.one()
     together.one()
     losses = [float(found[0]) for found in together.found]
-    together.timed = lambda: (Timing.of([30.0, 50.0], 1), 0.08, together.seen)
+
+    def times() -> list[float]:
+        for _ in TIMES[rank.rank]:
+            together.one()
+        return list(TIMES[rank.rank])
+
+    case.warmup, together.times = 1, times
     together.profiled = lambda: (8.0 + rank.rank, 2.0 + rank.rank)
     run = Rows()
     scaling.record(job, run, {"case": "smoke", "subject": name, "impl": "x", "phase": "step"}, case, one, together)
     together.close()
-    own = [dict(zip(("subject", "metric"), (row["subject"], row["metric"]), strict=True)) | row for row in run.rows]
-    return {"wanted": wanted, "losses": losses, "one": one, "rows": own, "batch": case.settings["batch"]}
+    works = [model_work.of_steps(together.trainer.model, case.config, [item]).model for item in together.seen]
+    peak, batch = hardware.peak(case.device).flops, case.settings["batch"]
+    found = {"wanted": wanted, "losses": losses, "one": one, "rows": run.rows}
+    return found | {"batch": batch, "works": works, "peak": peak}

@@ -118,17 +118,6 @@ def test_exposed_communication():
     assert exposure.of_profile(events) == (30.0, 18.0)
 
 
-def test_throughput_counts_every_sample_once():
-    """8 GPUs = 4 replicas x 2 that share samples, 512 a replica, 0.25 s: 8,192 samples/s, 1,024 a GPU."""
-    assert exposure.samples_per_s([512] * 8, 0.25, sharing=2) == 8192
-    # no axis of ours shares samples: FSDP, replicas, experts and tables all read their own
-    assert exposure.samples_per_s([512] * 8, 0.25) == 16384
-    assert exposure.samples_per_s([512, 512, 300], 0.5) == 2648
-    for sharing, seconds in ((0, 1.0), (1, 0.0)):
-        with pytest.raises(ValueError, match="throughput"):
-            exposure.samples_per_s([1], seconds, sharing)
-
-
 def test_the_holding_kernel_waits_without_spilling():
     """Compiled for sm_90 without a GPU: it reads the flag anew each time, looks at the clock, and says where it is."""
     import triton
