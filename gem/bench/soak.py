@@ -1,7 +1,7 @@
 """A thousand training steps in a row: does their time or memory drift, does their loss diverge?
 
     python -m gem.bench.soak --tier gpu --variant full --steps 1000
-    python -m gem.bench.soak --tier gpu --variant mxfp8_full --steps 2000 --batch 256
+    python -m gem.bench.soak --tier gpu --variant mxfp8_full --steps 2000 --batch 256 --untimed
 
 The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
 loss or gradient that is not finite ends the run with its step. The samples are those of a rotation of `gem.bench.step`,
@@ -33,9 +33,16 @@ SOURCES = (*STEP_SOURCES, "gem/bench/soak.py")
 
 
 def soak(
-    variant: str, tier: str, run_name: str, steps: int, preset: str | None = None, batch: int | None = None
+    variant: str,
+    tier: str,
+    run_name: str,
+    steps: int,
+    preset: str | None = None,
+    batch: int | None = None,
+    timed: bool = True,
 ) -> None:
-    """Run and record. steps: a multiple of WINDOWS, at least two a window. batch: the local batch, None: the tier's."""
+    """Run and record. steps: a multiple of WINDOWS, at least two a window. batch: the local batch, None: the tier's.
+    timed: False leaves out times, for a device that others use as well."""
     section, data = section_of(tier), configuration.load_tier(tier)["data"]
     rows = section["batch"] * section["batches"]
     section = section | {"batch": batch or section["batch"]}
@@ -69,7 +76,8 @@ def soak(
             found.append((timing, memory))
             done = (window + 1) * steps // WINDOWS
             row = base | {"case": f"steps_{done}", "note": f"{note}, of {steps} steps"}
-            run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
+            if timed:
+                run.add(**row, metric="time_ms", p50=timing.p50, p20=timing.p20, p80=timing.p80, n=timing.n)
             run.add(**row, metric="peak_mem_gib", p50=memory)
             if losses:
                 run.add(**row, metric="loss", p50=float(np.mean(losses)), n=len(losses))
@@ -80,7 +88,8 @@ def soak(
         loop.close()
     (early, before), (late, after) = found[1], found[-1]
     whole = base | {"case": config.preset, "note": f"{note}; last tenth of {steps} steps against the second"}
-    run.add(**whole, metric="time_drift", p50=late.p50 / early.p50)
+    if timed:
+        run.add(**whole, metric="time_drift", p50=late.p50 / early.p50)
     run.add(**whole, metric="memory_growth", p50=(after - before) * 2**30)
     run.write()
 
@@ -104,13 +113,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preset", help="size of the model (default: the tier's)")
     parser.add_argument("--steps", type=int, default=1000, help="training steps (default 1000)")
     parser.add_argument("--batch", type=int, help="the local batch (default: the tier's)")
+    parser.add_argument("--untimed", action="store_true", help="no times in the records: the device is shared")
     args = parser.parse_args(argv)
     try:
         if args.batch is not None and args.batch < 1:
             raise ValueError(f"--batch {args.batch}; allowed: 1 or more")
         if args.steps < 2 * WINDOWS or args.steps % WINDOWS:
             raise ValueError(f"--steps {args.steps}; allowed: multiples of {WINDOWS}, {2 * WINDOWS} or more")
-        soak(args.variant, args.tier, args.run or args.tier, args.steps, args.preset, args.batch)
+        soak(args.variant, args.tier, args.run or args.tier, args.steps, args.preset, args.batch, not args.untimed)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

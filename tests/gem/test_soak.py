@@ -71,3 +71,11 @@ def test_a_batch_must_have_samples(capsys):
 def test_steps_must_fill_windows(steps, capsys):
     assert soak.main(["--tier", "smoke", "--steps", steps]) == 1
     assert "allowed: multiples of 10, 20 or more" in capsys.readouterr().err
+
+
+def test_a_shared_device_leaves_no_times(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(soak.hardware, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(Loop, "one", lambda self: None)
+    assert soak.main(["--tier", "smoke", "--run", "try", "--steps", "20", "--batch", "16", "--untimed"]) == 0
+    assert set(rows_of(tmp_path).metric) == {"peak_mem_gib", "memory_growth"}
