@@ -5,7 +5,8 @@ import sys
 import pandas as pd
 
 from figures import cli, large_jobs, style
-from figures.load import NoDataError, select
+from figures import steps as timed
+from figures.load import NoDataError
 
 ID = "F22"
 CAPTION = (
@@ -27,7 +28,7 @@ JOBS = {
 
 
 def draw(source):
-    measured = select(source.frame("step"), metric="scaling_ratio")
+    measured = timed.scaling_ratios(source)
     try:
         rows = large_jobs.rows_of(source)
         jobs = large_jobs.drawn(rows)

@@ -81,6 +81,18 @@ def predicted(source: Source, device: str) -> pd.DataFrame:
     return both.assign(predicted_ms=both.layers_ms + both.rest_ms)
 
 
+def scaling_ratios(source: Source) -> pd.DataFrame:
+    """MFU of a step over that of its layers one by one: columns device, subject, p50. The layers are those of
+    experiment `layers`, which times every module without the host, or else what the step's own process measured."""
+    own = select(source.frame("step"), metric="scaling_ratio")[["device", "subject", "p50"]]
+    keys = ["device", "subject"]
+    whole = select(whole_steps(source), metric="mfu", phase="step").groupby(keys).p50.median()
+    local = select(source.frame("layers"), metric="mfu", phase="step")
+    local = local[local.subject.isin(whole.index.get_level_values("subject"))].groupby(keys).p50.median()
+    found = (whole / local).dropna().rename("p50").reset_index()
+    return pd.concat([found, own], ignore_index=True).drop_duplicates(keys)
+
+
 def shares(source: Source, device: str) -> pd.Series:
     """Milliseconds that each toggle saves on average over all orders, by column of variants.tsv."""
     rows = select(source.frame("layers"), metric="time_ms", device=device)

@@ -79,7 +79,7 @@ def judge(rule: dict, sources: Iterable[Source], directions: dict[str, str]) -> 
     reason = f"no record of {rule['experiment']} fits {rule['numerator']}"
     best_chip, best_free = None, None
     for source in sources:
-        rows = source.frame[source.frame.experiment == rule["experiment"]]
+        rows = source.frame[source.frame.experiment.isin(experiments(rule))]
         gpu = rows[rows.device == "cuda"]
         free = rows[rows.device != "cuda"]
         free = free if rule["experiment"] in CHIP_FREE else free[free.scope == "modelled"]
@@ -100,6 +100,16 @@ def judge(rule: dict, sources: Iterable[Source], directions: dict[str, str]) -> 
     return row | {"verdict": "not_attempted", "limiter": rule["not_attempted_reason"] or reason}
 
 
+def _wanted(rule: dict, side: str) -> dict[str, str]:
+    """Columns and values that a side of a rule takes; the rule's experiment, unless the side names another."""
+    return {"experiment": rule["experiment"]} | dict(item.split("=", 1) for item in rule[side].split(";"))
+
+
+def experiments(rule: dict) -> set[str]:
+    """Experiments whose records a rule reads."""
+    return {_wanted(rule, side)["experiment"] for side in ("numerator", "denominator") if rule[side]}
+
+
 def _measured(rows: pd.DataFrame, pairs: pd.DataFrame) -> bool:
     """Whether a number of the rule's numerator was measured or emulated, not modelled alone."""
     return bool((rows[rows.run_id.isin(pairs.run_id)].scope != "modelled").any())
@@ -115,7 +125,7 @@ def pair(rule: dict, rows: pd.DataFrame, directions: dict[str, str]) -> tuple[pd
     for side in ("numerator", "denominator"):
         if not rule[side]:
             continue
-        wanted = dict(item.split("=", 1) for item in rule[side].split(";"))
+        wanted = _wanted(rule, side)
         found = rows[[fnmatchcase(case, filters[side]) for case in rows.case]] if len(rows) else rows
         for column, value in wanted.items():
             found = found[found[column] == value]

@@ -41,6 +41,7 @@ FORMAT = 1
 _NUMBERS = ("p50", "p20", "p80")
 _SLUG = re.compile(r"[a-z0-9_][a-z0-9_.+-]*")
 _ids_of_this_process: set[str] = set()
+_BEGAN = datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def metric_units(path: Path | None = None) -> dict[str, str]:
@@ -139,7 +140,19 @@ class Run:
                 f"record {self.run_id}: no rows were added; a run that measured nothing must say so with a status"
             )
         self.info["software"] = provenance.software()
+        if kept := self._measured_meanwhile():
+            print(f"record {self.run_id}: kept what was measured before: {self._rows[0]['note']}", file=sys.stderr)
+            return kept
         return write_part(self.folder, self._rows, self.info)
+
+    def _measured_meanwhile(self) -> Path | None:
+        """The part of this name with numbers, from a process that this one started; asked for where there is nothing
+        but a failure to write: what went wrong afterwards must not cost what was measured."""
+        path = self.folder / f"{self.run_id}.csv"
+        if any(row["status"] == "ok" for row in self._rows) or not path.with_suffix(".json").exists():
+            return None
+        fresh = json.loads(path.with_suffix(".json").read_text())["utc"] >= _BEGAN
+        return path if fresh and any(row["status"] == "ok" for row in read_rows(path)) else None
 
     def __enter__(self) -> Run:
         return self

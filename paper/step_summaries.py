@@ -18,6 +18,7 @@ def timed(source: Source) -> list[dict]:
         return []
     rows = []
     layers = _of_layers(source, device)
+    ratios = steps.scaling_ratios(source).query("device == @device").set_index("subject").p50
     for name in _ordered(values.index):
         own = values.loc[name]
         parts = layers.get((name, "parts_ms"))
@@ -30,7 +31,7 @@ def timed(source: Source) -> list[dict]:
                 _cell(own, "mfu_mixed", 1, 100) if name in steps.LOW_PRECISION else "-",
                 _cell(own, "hfu", 1, 100),
                 "-" if (name, "mfu") not in layers else fixed(100 * layers[name, "mfu"], 1),
-                _cell(own, "scaling_ratio", 3),
+                fixed(ratios.get(name, float("nan")), 3),
                 "-" if parts is None else fixed(parts / own["time_ms"], 3),
                 _cell(own, "peak_mem_gib", 1),
             ]
@@ -118,14 +119,16 @@ def facts(source: Source) -> dict[str, dict]:
 
 
 def _of_layers(source: Source, device: str) -> dict[tuple[str, str], float]:
-    """(variant, "mfu" of its layers or "parts_ms") -> value."""
+    """(variant, "mfu" of its layers or "parts_ms") -> value. The sums of experiment layers, where a variant has one,
+    since they are of kernels alone."""
     rows = select(source.frame("step"), device=device)
+    alone = select(source.frame("layers"), device=device, metric="mfu", phase="step").groupby("subject").p50.median()
     found = {}
     for subject, metric, name in (("layers@", "mfu", "mfu"), ("parts@", "time_ms", "parts_ms")):
         own = rows[rows.subject.str.startswith(subject) & (rows.metric == metric)]
         for variant, value in own.groupby(own.subject.str.removeprefix(subject)).p50.median().items():
             found[variant, name] = value
-    return found
+    return found | {(variant, "mfu"): value for variant, value in alone.items()}
 
 
 def _batch(source: Source, device: str) -> str:

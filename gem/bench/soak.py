@@ -27,6 +27,7 @@ from gem.bench.timing import Timing, clock_for
 from gem.cli import Parser
 from gem.optim import Optimizers
 from gem.train import Data
+from gem.watch import DivergedError
 
 WINDOWS = 10
 SOURCES = (*STEP_SOURCES, "gem/bench/soak.py")
@@ -84,6 +85,10 @@ def soak(
             losses.clear()
             run.write()  # a run that is stopped leaves the windows that it did
             print(f"{done} steps: {timing.p50:.2f} ms, {memory:.2f} GiB", flush=True)
+    except DivergedError as error:
+        run.add(**base, case=f"steps_{steps}", metric="loss", status="failed", note=" ".join(str(error).split()))
+        run.write()
+        raise
     finally:
         loop.close()
     (early, before), (late, after) = found[1], found[-1]

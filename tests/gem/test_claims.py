@@ -48,6 +48,15 @@ def judge(*rows, **changes):
     return claims.judge(RULE | changes, [source(*rows)], DIRECTIONS)
 
 
+def test_a_side_may_be_of_another_experiment():
+    changes = {"numerator": "subject=full;metric=mfu", "denominator": "experiment=layers;subject=full;metric=mfu"}
+    changes |= {"experiment": "step", "case_filter": "", "published_low": "", "published_high": ""}
+    base = {"case": "base", "subject": "full", "metric": "mfu", "phase": "step"}
+    rows = [row(**base, p50=value, experiment=name) for name, value in (("step", 0.2), ("layers", 0.25))]
+    assert float(judge(*rows, **changes)["ours"]) == pytest.approx(0.8)
+    assert judge(rows[0], **changes)["verdict"] == "not_attempted"
+
+
 @pytest.mark.parametrize(
     ("fast", "verdict"),
     [(0.4, "exceeded"), (0.5, "reproduced"), (1 / 1.4, "reproduced"), (0.8, "partly"), (0.9, "not_reproduced")],

@@ -53,6 +53,24 @@ def test_second_run_of_a_name_in_one_process_does_not_overwrite_the_first(tmp_pa
     assert len(record_store.load_parts(tmp_path / "results/smoke/records/parts")) == 2
 
 
+def test_a_later_failure_does_not_replace_what_this_command_measured(tmp_path, monkeypatch, capsys):
+    """As when a process that has written its record dies afterwards, and the one that started it says so."""
+
+    def lost():
+        record._ids_of_this_process.clear()  # the other process had them
+        with record.Run("smoke", "kernels", name="kernels-a") as run:
+            add_time(run, None, p20=None, p80=None, status="failed", note="its process ended")
+        (part,) = (tmp_path / "results/smoke/records/parts").glob("*.csv")
+        return record.read(part).iloc[0]
+
+    write_run()
+    row = lost()
+    assert (row.status, row.p50) == ("ok", 1.5)
+    assert "kept what was measured before: its process ended" in capsys.readouterr().err
+    monkeypatch.setattr(record, "_BEGAN", "2999-01-01T00:00:00+00:00")  # the part is of an earlier command
+    assert lost().status == "failed"
+
+
 def test_exception_and_full_disk_leave_nothing(tmp_path, monkeypatch):
     parts = tmp_path / "results/smoke/records/parts"
     with pytest.raises(RuntimeError), record.Run("smoke", "kernels", name="broken") as run:

@@ -7,6 +7,7 @@ import pytest
 
 from gem.bench import soak
 from gem.bench.loop import Loop
+from gem.watch import DivergedError
 
 
 def rows_of(place):
@@ -71,6 +72,25 @@ def test_a_batch_must_have_samples(capsys):
 def test_steps_must_fill_windows(steps, capsys):
     assert soak.main(["--tier", "smoke", "--steps", steps]) == 1
     assert "allowed: multiples of 10, 20 or more" in capsys.readouterr().err
+
+
+def test_divergence_is_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    steps = []
+
+    def one(self):
+        steps.append(1)
+        if len(steps) == 5:
+            raise DivergedError("step 4: loss is nan")
+
+    monkeypatch.setattr(soak.hardware, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(Loop, "one", one)
+    assert soak.main(["--tier", "smoke", "--run", "try", "--steps", "20", "--batch", "16"]) == 1
+    assert "step 4: loss is nan" in capsys.readouterr().err
+    rows = rows_of(tmp_path)
+    bad = rows[rows.status == "failed"]
+    assert bad.case.item() == "steps_20" and bad.note.item() == "step 4: loss is nan"
+    assert {"steps_2", "steps_4"} <= set(rows.case)
 
 
 def test_a_shared_device_leaves_no_times(tmp_path, monkeypatch):
