@@ -72,12 +72,16 @@ def components(source: Source, device: str) -> pd.DataFrame:
 
 def predicted(source: Source, device: str) -> pd.DataFrame:
     """Variants whose layers were added up from modules and whose step was timed: columns layers_ms (sum of modules),
-    rest_ms (the same for all: median of step less layers), step_ms, predicted_ms."""
+    rest_ms (the same for all: median of step less layers), step_ms, predicted_ms, and judged: whether the step was a
+    CUDA graph, where there are such, since others also wait for the host. The median is of those that are judged."""
     layers = select(source.frame("layers"), metric="time_ms", phase="model", device=device)
     layers = layers[~layers.subject.str.contains("[@:]")].groupby("subject").p50.median()
-    steps = select(whole_steps(source), metric="time_ms", phase="step", device=device).groupby("subject").p50.median()
-    both = pd.DataFrame({"layers_ms": layers, "step_ms": steps}).dropna()
-    both["rest_ms"] = (both.step_ms - both.layers_ms).median() if len(both) else 0.0
+    timed = select(whole_steps(source), metric="time_ms", phase="step", device=device)
+    both = pd.DataFrame({"layers_ms": layers, "step_ms": timed.groupby("subject").p50.median()}).dropna()
+    graphs = both.index.isin(timed[timed.impl.str.contains("launch:graph")].subject)
+    both["judged"] = graphs if graphs.sum() > 1 else True
+    judged = both[both.judged.astype(bool)]
+    both["rest_ms"] = (judged.step_ms - judged.layers_ms).median() if len(both) else 0.0
     return both.assign(predicted_ms=both.layers_ms + both.rest_ms)
 
 

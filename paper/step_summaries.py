@@ -81,7 +81,7 @@ def largest(source: Source) -> list[dict]:
 ALL = (timed, components, largest)
 PAIRS = (
     ("full", "baseline_padded"), ("full", "baseline_varlen"), ("full_same_math", "baseline_varlen"),
-    ("same_math_eager", "baseline_varlen"), ("full", "drop_graph"),
+    ("same_math_eager", "baseline_varlen"), ("full", "drop_graph"), ("drop_balance", "rung_hsp"),
     *((name, "full") for name in steps.LOW_PRECISION),
 )  # fmt: skip
 
@@ -107,15 +107,24 @@ def facts(source: Source) -> dict[str, dict]:
                 found[f"step.{metric}_ratio.{name}.{base}"] = {"text": f"{ratio:.3g}\u00d7", "device": label}
     rows = steps.whole_steps(source, "step_largest")
     rows = rows[(rows.device == device) & rows.metric.isin(("mfu", "local_batch"))]
+    commits = {name: commits_of(source, own) for name, own in steps.whole_steps(source).groupby("subject")}
     for _, row in rows.iterrows():
+        if commits_of(source, rows[rows.run_id == row.run_id]) != commits.get(row.subject):
+            continue  # of another state of the code: a table may show it, a sentence must not set it beside the step
         text = share(row.p50) if row.metric == "mfu" else number(row.p50)
         found[f"step.largest_{row.metric}.{row.subject}"] = {"text": text, "device": label}
     checked = steps.predicted(source, device)
     if len(checked) > 1:
+        checked = checked[checked.judged.astype(bool)]
         off = (checked.predicted_ms / checked.step_ms - 1).abs()
         found["step.predicted_off"] = {"text": f"{100 * off.max():.1f} %", "device": label}
         found["step.predicted_count"] = {"text": str(len(checked)), "device": label}
     return found
+
+
+def commits_of(source: Source, rows: pd.DataFrame) -> set[str]:
+    """Commits of the runs of these rows."""
+    return {source.runs.get(run, {}).get("commit", "") for run in rows.run_id}
 
 
 def _of_layers(source: Source, device: str) -> dict[tuple[str, str], float]:
