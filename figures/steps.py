@@ -86,15 +86,14 @@ def predicted(source: Source, device: str) -> pd.DataFrame:
 
 
 def scaling_ratios(source: Source) -> pd.DataFrame:
-    """MFU of a step over that of its layers one by one: columns device, subject, p50. The layers are those of
+    """MFU of a step over that of its layers one by one: device, subject, p50 and more. The layers are those of
     experiment `layers`, which times every module without the host, or else what the step's own process measured."""
-    own = select(source.frame("step"), metric="scaling_ratio")[["device", "subject", "p50"]]
-    keys = ["device", "subject"]
+    own, keys = select(source.frame("step"), metric="scaling_ratio"), ["device", "subject"]
     whole = select(whole_steps(source), metric="mfu", phase="step").groupby(keys).p50.median()
-    local = select(source.frame("layers"), metric="mfu", phase="step")
-    local = local[local.subject.isin(whole.index.get_level_values("subject"))].groupby(keys).p50.median()
+    local = select(source.frame("layers"), metric="mfu", phase="step").groupby(keys).p50.median()
     found = (whole / local).dropna().rename("p50").reset_index()
-    return pd.concat([found, own], ignore_index=True).drop_duplicates(keys)
+    rest = own[~own.set_index(keys).index.isin(found.set_index(keys).index)]
+    return pd.concat([found.assign(metric="scaling_ratio", scope="measured"), rest], ignore_index=True)
 
 
 def shares(source: Source, device: str) -> pd.Series:

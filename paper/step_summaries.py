@@ -18,7 +18,7 @@ def timed(source: Source) -> list[dict]:
         return []
     rows = []
     layers = _of_layers(source, device)
-    ratios = steps.scaling_ratios(source).query("device == @device").set_index("subject").p50
+    ratios = steps.scaling_ratios(source).query("device == @device").groupby("subject").p50.median()
     for name in _ordered(values.index):
         own = values.loc[name]
         parts = layers.get((name, "parts_ms"))
