@@ -16,11 +16,12 @@ stay outside, as their sizes follow the batch, and so do the optimiser and whate
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -52,8 +53,9 @@ class Graphs:
         self.scales: dict[int, _Scale] = {}  # by local batch
         self.made: OrderedDict[tuple[int, ...], _Graph] = OrderedDict()  # by local batch and rows of each event type
         self.pool = None
+        # one for all captures: memory of a pool goes only to the stream that it was first taken for
+        self.stream = torch.cuda.Stream(self.device) if capture else None
         self.seconds = 0.0  # spent on captures
-        self.peak = 0  # bytes of the device in use at most while graphs were captured; replays do not count theirs
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         with _autocast(self.config, self.device):
@@ -67,10 +69,12 @@ class Graphs:
         return loss.clone()
 
     def clear(self) -> None:
-        """Forget all graphs and free their memory: parameters have moved, or another batch size needs the room."""
+        """Forget all graphs and free their memory: parameters have moved, or something else needs the room."""
+        if self.capture:
+            torch.cuda.synchronize(self.device)  # a replay may be under way
         self.made.clear()
         self.scales.clear()
-        self.pool, self.peak = None, 0
+        self.pool = None
 
     def graph_for(self, batch: Batch) -> _Graph:
         """The graph of the batch's level, or of the next above where that is already there."""
@@ -120,6 +124,18 @@ class _Scale:
         return {name: max(1, -(-count // ALIGN)) * ALIGN for name, count in wanted.items()}
 
 
+@contextlib.contextmanager
+def released(model: GEM) -> Iterator[None]:
+    """At the end of the block the model has no graphs. They refer to each other, so that both would outlive their last
+    user until Python looks for such circles."""
+    try:
+        yield
+    finally:
+        if model.replay is not None:
+            model.replay.clear()
+            model.replay = None
+
+
 def apply(model: GEM, config: Config) -> GEM:
     """Put the launch that config.implementations.launch names on the model; last of all, on the final device."""
     launch = config.implementations.launch
@@ -160,7 +176,8 @@ class _Graph:
         self.outputs: tuple[torch.Tensor, _Gradients] | None = None
 
     def load(self, batch: Batch, found: Lookups) -> None:
-        """Copy a batch to the front of the buffers. What is behind it, zeros or rows of batches before, is finite."""
+        """Copy a batch to the front of the buffers. Behind it are zeros: a weight's gradient is a sum over all rows,
+        and zero times what a bad batch left there would not be zero."""
         given = flat(found, self.rows)
         if self.lookups is None:
             self.lookups = [
@@ -173,6 +190,7 @@ class _Graph:
         with torch.no_grad():
             for target, item in zip(into, items, strict=True):
                 target[: len(item)].copy_(item)
+                target[len(item) :].zero_()
 
     def run(self) -> tuple[torch.Tensor, _Gradients]:
         if not self.owner.capture:
@@ -185,7 +203,7 @@ class _Graph:
     def record(self) -> None:
         """Warm up and capture. Nothing is executed for the batch yet."""
         began = time.perf_counter()
-        stream = torch.cuda.Stream()
+        stream = self.owner.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUP):
@@ -199,7 +217,6 @@ class _Graph:
             self.outputs = self.compute()
         self.owner.pool = graph.pool()
         self.graph = graph
-        self.owner.peak = max(self.owner.peak, torch.cuda.max_memory_allocated())
         self.owner.seconds += time.perf_counter() - began
 
     def compute(self) -> tuple[torch.Tensor, _Gradients]:

@@ -178,6 +178,7 @@ def train_seed(
         log_path.open("a") as log,
         Progress(total_steps, "steps", f"{config.variant} seed {seed}", quiet=quiet) as progress,
         collecting_again(),
+        graphs.released(model),
     ):
         progress.advance(first)
         batches = prefetch(_batches(config, data.train, seed, first, total_steps, per_epoch), device)
@@ -206,6 +207,8 @@ def train_seed(
         for done in watch.flush() if watch else ():
             write(log, progress, done)
         flops, samples = count()
+        if model.replay is not None:
+            model.replay.clear()  # evaluation needs the room
         result = _results(config, data, model, device, times, losses, flops, samples)
         result |= {"seed": seed, "identity": identity}
         log.write(json.dumps({"step": total_steps, "eval": result}) + "\n")

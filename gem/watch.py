@@ -111,6 +111,8 @@ class Watch:
 def check(model: GEM, config: Config, seed: int, step: int, batch: Batch, loss: float, norm: float | None) -> None:
     """DivergedError if loss or norm (None: not known yet) is not finite; the tensor is found by repeating the step."""
     where = f"variant {config.variant}, seed {seed}, step {step}"
+    if model.replay is not None and not (math.isfinite(loss) and (norm is None or math.isfinite(norm))):
+        model.replay.clear()  # the search runs kernel by kernel and needs the room
     if not math.isfinite(loss):
         raise DivergedError(f"{where}: loss is {loss}; first bad tensor: {first_bad_tensor(model, batch, config)}")
     if norm is not None and not math.isfinite(norm):

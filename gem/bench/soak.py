@@ -6,7 +6,8 @@
 The steps are those of `gem.bench.step`, on real batches with the reader, the balancer and prefetching of training; a
 loss or gradient that is not finite ends the run with its step. The samples are those of a rotation of `gem.bench.step`,
 few enough to be learnt by heart: a loss that falls to nothing is expected, one that rises is not. Records `soak`, one
-row a window of a tenth of the steps (case steps_<last step>): median time of a step, peak memory, mean loss; and over
+row a window of a tenth of the steps (case steps_<last step>): median time of a step, peak memory (of variants with CUDA
+graphs beside what the graphs hold, but for windows in which one is captured), mean loss; and over
 the run `time_drift` and `memory_growth`, the last window against the second, since the first compiles and grows the
 allocator's pools.
 """
@@ -72,8 +73,6 @@ def soak(
             for _ in loop.watch.flush() if loop.watch is not None else ():
                 pass
             timing, memory = Timing.of(times, 0), hardware.peak_memory_gib(device)
-            if model.replay is not None:
-                memory = max(memory, model.replay.peak / 2**30)
             found.append((timing, memory))
             done = (window + 1) * steps // WINDOWS
             row = base | {"case": f"steps_{done}", "note": f"{note}, of {steps} steps"}

@@ -91,6 +91,7 @@ class StepTask:
         self.config = with_batch(configuration.load(variant, options.tier, options.preset), self.settings["batch"])
         self.parts = options.parts or (PARTS if variant in self.settings["detailed"] else ("step",))
         self.failure: tuple[str, str] | None = None
+        self.spoiled: Exception | None = None  # after which this process can measure nothing more
         self.model: GEM | None = None
 
     def prepare(self) -> None:
@@ -142,7 +143,13 @@ class StepTask:
             print(f"{self.config.variant}: {compilation.graphs() - before} graphs were compiled again", flush=True)
         if "largest" in self.parts and prepared and (fits or self.failure[0] == "oom"):
             with self.open_run("step_largest") as run:
-                self.search_largest(run, fits)
+                try:
+                    if self.spoiled:
+                        raise self.spoiled
+                    self.search_largest(run, fits)
+                except Exception as error:
+                    status, note = status_of(error)
+                    run.add(**self.row(), metric="time_ms", status=status, note=note)
 
     def open_run(self, experiment: str) -> record.Run:
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -204,6 +211,7 @@ class StepTask:
         except Exception as error:
             status, note = status_of(error)
             run.add(**self.row(subject), metric="time_ms", status=status, note=note)
+            self.spoiled = error if isinstance(error, units.CaptureError) else None
             self.forget()
 
     def add_step(self, run: record.Run, base: dict, done: Done, memory: float, peak: hardware.Peak) -> float:

@@ -8,7 +8,7 @@ beyond its layers is the optimiser, which is timed here too, and what the parts 
 
 from __future__ import annotations
 
-import sys
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -86,17 +86,11 @@ def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
 def _last_hidden(model: GEM, batch: Batch) -> torch.Tensor:
     """Input of the heads in a whole forward pass."""
     kept = []
-
-    class Stop(torch.nn.Module):
-        def forward(self, x):
-            kept.append(x)
-            return {}
-
-    heads, model.heads = model.heads, Stop()
+    hook = model.heads.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     try:
         model(batch)
     finally:
-        model.heads = heads
+        hook.remove()
     return kept[0]
 
 
@@ -184,8 +178,12 @@ def optimizer_part(model: GEM, optimizers) -> Part:
     return Part("optimizer", 0, call, fixed=False)
 
 
+class CaptureError(RuntimeError):
+    """A capture failed half-way: random numbers and the allocator of this process are not to be trusted after it."""
+
+
 def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """`call`, whose inputs are always the same tensors, as one CUDA graph; None where there is no GPU or the call
+    """`call`, whose inputs are always the same tensors, as one CUDA graph; None where there is no GPU. CaptureError: it
     cannot be captured.
 
     A module alone is a few kernels, which a GPU runs faster than a host can queue them. The source's local MFU is about
@@ -193,21 +191,23 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
     """
     if device.type != "cuda":
         return None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    # An autograd graph of before that some circle keeps alive would add its gradients on its own stream, which a
+    # capture may not wait for.
+    gc.collect()
+    stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(before)
     with torch.cuda.stream(stream):
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+    before.wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), one_graph():
             call()
     except RuntimeError as error:
-        print(f"not captured: {' '.join(str(error).split())[:200]}", file=sys.stderr)
-        torch.cuda.synchronize()
-        return None
+        torch.cuda.set_stream(before)
+        raise CaptureError(f"not captured: {' '.join(str(error).split())[:200]}") from error
     return graph.replay
 
 

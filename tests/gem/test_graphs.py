@@ -64,20 +64,27 @@ def test_padded_buffers_train_alike(data, row):
         assert all(rows % graphs.ALIGN == 0 for rows in graph.rows.values())
 
 
-def test_what_lies_behind_a_batch_says_nothing(data):
-    """Rows of a longer batch before stay behind the end of a shorter one."""
+def test_what_lies_behind_a_batch_says_nothing(data, monkeypatch):
+    """A longer batch before, a bad one at that, leaves nothing behind the end of a shorter one in the same buffers."""
+    monkeypatch.setattr(graphs, "ALIGN", 4096)
+    monkeypatch.setattr(graphs, "SPREADS", 0)
     config = config_of("static", **ROWS["full"])
     model = train.build(config, data, 0, CPU)
     lengths = data.train.sequence_lengths()
     order = np.argsort(sum(lengths.values()) if isinstance(lengths, dict) else lengths)
     short, long = data.train.batch(order[:16]), data.train.batch(order[-16:])
     plain = train.build(config_of("eager", **ROWS["full"]), data, 0, CPU)
-    model.replay(long)
-    for value in model.parameters():
-        value.grad = None
-    plain.load_state_dict(model.state_dict())
+    good = {name: value.clone() for name, value in model.state_dict().items()}
+    for ages in long.ages.values():
+        ages[-1] = torch.nan
+    assert not model.replay(long).isfinite()
+    for own in (model, plain):
+        own.load_state_dict(good)
+        for value in own.parameters():
+            value.grad = None
     wanted = train.backward(plain, short, config)
     assert float(model.replay(short)) == pytest.approx(float(wanted), rel=1e-5)
+    assert len(model.replay.made) == 1
     own = dict(plain.named_parameters())
     for name, value in model.dense_parameters().items():
         if own[name].grad is not None:

@@ -94,3 +94,19 @@ def test_a_captured_step_waits_for_nothing(split):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
+
+
+def test_graphs_share_their_memory(split):
+    """A second capacity takes its buffers and gradients, not the activations once more."""
+    config = config_of("full", "graph")
+    model = train.build(config, train.Data(split, split), 0, GPU)
+    optimizers, held = Optimizers(model, config, STEPS), []
+    for step in range(STEPS):
+        batch = split.batch(np.arange(step * BATCH, (step + 1) * BATCH)).to(GPU)
+        train.step_once(model, optimizers, batch, config, step)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held.append((len(model.replay.made), torch.cuda.memory_reserved()))
+    first, last = held[0][1], held[-1][1]
+    before = first - torch.cuda.memory_allocated()
+    assert held[-1][0] > held[0][0] and last - first < 0.5 * before
