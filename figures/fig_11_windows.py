@@ -136,7 +136,7 @@ def comparison(axis, part):
             other = part[(part["mode"] != mode) & (part.phase == row.phase)].value
             if mode == "block" and len(other):
                 axis.annotate(f"{other.iloc[0] / row.value:.2f}x", (at, row.value), ha="center", va="bottom")
-    axis.set_xticks(range(3), ["forward", "backward", "rotary, backward"])
+    axis.set_xticks(range(3), ["forward", "backward", "rotary,\nbackward"])
     axis.set(ylabel="time, ms")
 
 
