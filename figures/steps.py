@@ -79,8 +79,8 @@ def predicted(source: Source, device: str) -> pd.DataFrame:
     timed = select(whole_steps(source), metric="time_ms", phase="step", device=device)
     both = pd.DataFrame({"layers_ms": layers, "step_ms": timed.groupby("subject").p50.median()}).dropna()
     graphs = both.index.isin(timed[timed.impl.str.contains("launch:graph")].subject)
-    both["judged"] = graphs if graphs.sum() > 1 else True
-    judged = both[both.judged.astype(bool)]
+    both["judged"] = graphs | (graphs.sum() < 2)
+    judged = both[both.judged]
     both["rest_ms"] = (judged.step_ms - judged.layers_ms).median() if len(both) else 0.0
     return both.assign(predicted_ms=both.layers_ms + both.rest_ms)
 

@@ -8,8 +8,8 @@ instead of one a layer with a copy of the same kernels for every branch.
 
 Order in which a model is wrapped (see `gem.train.build`): precision (replaces linear layers) -> fused tables -> compile
 (of what is then there) -> checkpointing (recomputes compiled modules) -> CUDA graphs (gem/graphs.py, one GPU) or
-parallelism. Lookups are never compiled: they
-are one kernel, or communication. Compiled is a module's `forward`, not its call: hooks run outside of the graph.
+parallelism. Lookups are never compiled: they are one kernel, or communication. Compiled is a module's `forward`, not
+its call: hooks run outside of the graph.
 
 Shapes are symbols from the first trace on, so the number of graphs is fixed after the first step. `graphs()` counts
 them.

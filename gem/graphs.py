@@ -28,7 +28,7 @@ import torch
 from gem.config import Config
 from gem.dataset import Batch
 from gem.heads import batch_loss
-from gem.model import GEM, Lookups
+from gem.model import GEM, Lookups, autocast
 from kernels.kept import one_graph
 
 STEP = 0.02  # of the first batch's events: a level more, at least
@@ -58,7 +58,7 @@ class Graphs:
         self.seconds = 0.0  # spent on captures
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        with _autocast(self.config, self.device):
+        with autocast(self.config, self.device):
             found = self.model.lookup(batch)
         graph = self.graph_for(batch)
         graph.load(batch, found)
@@ -222,7 +222,7 @@ class _Graph:
     def compute(self) -> tuple[torch.Tensor, _Gradients]:
         """Loss and gradients on the buffers, kernel by kernel."""
         owner, found = self.owner, self.found()
-        with _autocast(owner.config, owner.device):
+        with autocast(owner.config, owner.device):
             logits = owner.model.from_lookups(self.batch, found)
         loss = batch_loss(logits, self.batch)
         wanted = [*owner.parameters, *self.lookups]
@@ -271,8 +271,3 @@ def _plain(batch: Batch, events: Mapping[str, int]) -> list[torch.Tensor]:
     """What a batch has beside ids, in one order."""
     per_event = [item for name in events for item in (batch.offsets[name], batch.ages[name])]
     return [*per_event, batch.dense, *batch.labels.values(), *batch.weights.values()]
-
-
-def _autocast(config: Config, device: torch.device):
-    """As gem.train.autocast, which imports this module."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")

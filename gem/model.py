@@ -82,6 +82,11 @@ class Layer(nn.Module):
         return total
 
 
+def autocast(config: Config, device: torch.device):
+    """bfloat16 matrix products under a tier of that dtype; parameters, losses and optimiser states stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
 class Lookups(NamedTuple):
     """What a batch looks up in the tables, float32.
 
@@ -122,7 +127,11 @@ class GEM(nn.Module):
         """The histories before the first layer."""
         if self.history is None:
             return {}
-        rows, candidate = self.history(batch)
+        return self._embedded(batch, *self.history(batch))
+
+    def _embedded(
+        self, batch: Batch, rows: dict[str, torch.Tensor], candidate: torch.Tensor | None
+    ) -> dict[str, Events]:
         return {name: self.embed[f"{name}_embed"](batch, rows, candidate) for name in self.names}
 
     def forward(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -136,8 +145,7 @@ class GEM(nn.Module):
     def from_lookups(self, batch: Batch, found: Lookups) -> dict[str, torch.Tensor]:
         """The rest of the forward. Reads of `batch` what is no id: offsets, ages and dense values."""
         x = self.features.mix(found.pooled, batch.dense)
-        events = {name: self.embed[f"{name}_embed"](batch, found.rows, found.candidate) for name in self.names}
-        return self.trunk(x, events)
+        return self.trunk(x, self._embedded(batch, found.rows, found.candidate))
 
     def trunk(self, x: torch.Tensor, events: dict[str, Events]) -> dict[str, torch.Tensor]:
         """Layers and heads. x [B, num_tokens, width]."""

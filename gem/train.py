@@ -35,7 +35,7 @@ from gem.config import Checkpointing, Config, Precision
 from gem.counts import Counts
 from gem.dataset import Batch, Split
 from gem.heads import batch_loss
-from gem.model import GEM
+from gem.model import GEM, autocast
 from gem.optim import Optimizers
 from gem.prefetch import prefetch
 from gem.progress import Progress
@@ -280,11 +280,6 @@ def forward_loss(model: GEM, batch: Batch, config: Config) -> torch.Tensor:
     with autocast(config, batch.dense.device):
         logits = model(batch)
     return batch_loss(logits, batch)
-
-
-def autocast(config: Config, device: torch.device):
-    """bfloat16 matrix products under a tier of that dtype; parameters, losses and optimiser states stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def _batches(config: Config, split: Split, seed: int, first: int, total: int, per_epoch: int):

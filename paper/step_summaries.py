@@ -115,7 +115,7 @@ def facts(source: Source) -> dict[str, dict]:
         found[f"step.largest_{row.metric}.{row.subject}"] = {"text": text, "device": label}
     checked = steps.predicted(source, device)
     if len(checked) > 1:
-        checked = checked[checked.judged.astype(bool)]
+        checked = checked[checked.judged]
         off = (checked.predicted_ms / checked.step_ms - 1).abs()
         found["step.predicted_off"] = {"text": f"{100 * off.max():.1f} %", "device": label}
         found["step.predicted_count"] = {"text": str(len(checked)), "device": label}

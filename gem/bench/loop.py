@@ -22,6 +22,7 @@ from gem.prefetch import prefetch
 from gem.watch import Watch
 
 MIN_STEPS, MAX_STEPS = 6, 200
+MAX_CAPTURES = 16  # steps of warm-up more, while each of them captures a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,16 @@ class Loop:
         self.steps += 1
 
     def timed(self, warmup: int, repeat_ms: float, clock: Clock | None = None) -> Done:
-        """As many steps as fill `repeat_ms`, after `warmup` (>= 1) that do not count.
+        """As many steps as fill `repeat_ms`, after `warmup` (>= 1) that do not count; more while they capture graphs.
 
         Nothing runs between the steps and no cache is cleared, as in training.
         """
         clock = clock or clock_for(self.device.type, flush_bytes=0)
         before = clock.run([self.one] * warmup)
-        while (made := self._graphs()) and len(before) < 2 * warmup + MIN_STEPS:
-            before += clock.run([self.one])
-            if self._graphs() == made:
-                break
+        made = -1
+        while self._graphs() > made and len(before) < warmup + MAX_CAPTURES:
+            made = self._graphs()
+            before += clock.run([self.one]) if made else []
         steps = min(max(int(repeat_ms / max(min(before), 1e-3)), MIN_STEPS), MAX_STEPS)
         self.counts = []
         train.set_aside()

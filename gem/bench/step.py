@@ -211,7 +211,8 @@ class StepTask:
         except Exception as error:
             status, note = status_of(error)
             run.add(**self.row(subject), metric="time_ms", status=status, note=note)
-            self.spoiled = error if isinstance(error, units.CaptureError) else None
+            if isinstance(error, units.CaptureError):
+                self.spoiled = error
             self.forget()
 
     def add_step(self, run: record.Run, base: dict, done: Done, memory: float, peak: hardware.Peak) -> float:

@@ -50,11 +50,11 @@ class Timed:
 def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
     """The parts of a model on one batch, without the optimiser."""
     counts = Counts(batch.size, batch.lengths)
-    met: list[tuple] = []
+    entered: list[tuple] = []  # (layer, inputs)
     inside = model.run_layer
 
     def record(layer, *inputs):
-        met.append((layer, inputs))
+        entered.append((layer, inputs))
         return inside(layer, *inputs)
 
     model.run_layer = record
@@ -75,7 +75,7 @@ def parts_of(model: GEM, batch: Batch, config: Config) -> list[Part]:
     table = [name for name in ("features", "history", "embed") if getattr(model, name, None) is not None]
     dense = [value for name in table for value in getattr(model, name).parameters()]
     found = [_part("embedding", 3 * whole["embedding"], embedding, (), dense, config, batch, fixed=False)]
-    for index, (layer, inputs) in enumerate(met):
+    for index, (layer, inputs) in enumerate(entered):
         flops = 3 * sum(layer.flops(counts).values())
         run = _layer_call(layer)
         found.append(_part(f"layer{index}", flops, run, inputs, list(layer.parameters()), config, batch))

@@ -181,6 +181,24 @@ def test_few_steps_are_never_fewer_than_six(config):
     made.close()
 
 
+@pytest.mark.parametrize(("captures", "more"), [(0, 1), (3, 4), (10**6, loop.MAX_CAPTURES)])
+def test_warm_up_ends_with_a_step_that_captured_nothing(config, monkeypatch, captures, more):
+    """Two steps were asked for, then one more at least wherever there are graphs; a capture a step does not go on."""
+    made = looped(config)
+    made.model.replay = type("Replay", (), {"made": {"first": None}})()
+
+    def one(self):
+        self.counts.append(Counts(1, {}))
+        self.steps += 1
+        if 2 < self.steps <= 2 + captures:
+            made.model.replay.made[self.steps] = None
+
+    monkeypatch.setattr(loop.Loop, "one", one)
+    done = made.timed(2, 1.0, Clock())
+    made.close()
+    assert made.steps == 2 + more + loop.MIN_STEPS == 2 + more + done.timing.n
+
+
 # Parts one by one
 
 
@@ -296,6 +314,21 @@ def test_a_detail_that_fails_costs_its_own_rows_alone(place, fast, monkeypatch):
     assert rows.loc[("baseline_varlen", "time_ms", "step")].status == "ok"
     assert rows.loc[("layers@baseline_varlen", "time_ms", "step")].status == "oom"
     assert list(place.glob("step_largest*"))
+
+
+def test_after_a_failed_capture_nothing_more_is_measured_in_that_process(place, fast, monkeypatch):
+    def refused(*given):
+        raise units.CaptureError("not captured: previous error")
+
+    searched = []
+    monkeypatch.setattr(units, "parts_of", refused)
+    monkeypatch.setattr(step.StepTask, "search_largest", lambda *given: searched.append(given))
+    task = step.StepTask("baseline_varlen", dataclasses.replace(OPTIONS, parts=("step", "units", "largest")))
+    task.prepare()
+    task.measure()
+    assert rows_of(place, "step-baseline_varlen").loc[("baseline_varlen", "time_ms", "step")].status == "ok"
+    row = rows_of(place, "step_largest-baseline_varlen").loc[("baseline_varlen", "time_ms", "step")]
+    assert row.status == "failed" and "not captured" in row.note and not searched
 
 
 def test_emulated_numerics_get_no_time(place):

@@ -108,5 +108,5 @@ def test_graphs_share_their_memory(split):
         torch.cuda.empty_cache()
         held.append((len(model.replay.made), torch.cuda.memory_reserved()))
     first, last = held[0][1], held[-1][1]
-    before = first - torch.cuda.memory_allocated()
-    assert held[-1][0] > held[0][0] and last - first < 0.5 * before
+    activations = first - torch.cuda.memory_allocated()
+    assert held[-1][0] > held[0][0] and last - first < 0.5 * activations
